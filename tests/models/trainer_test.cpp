@@ -11,6 +11,7 @@
 #include "switchyard/checkpoint.hpp"
 #include "switchyard/error.hpp"
 #include "switchyard/models/files.hpp"
+#include "switchyard/models/specialisation.hpp"
 #include "tests/models/run_files.hpp"
 #include "tests/models/small_run.hpp"
 #include "tests/models/text_files.hpp"
@@ -89,6 +90,34 @@ TEST_F(Trainer, ResumedRunsHaveTheBytesOfUninterruptedOnesForAnyThreads) {
   // A run that is done has nothing to do, and says so.
   EXPECT_EQ(train(small_run(), text, nullptr, cut).first_step, 12);
   EXPECT_EQ(files_below(cut.directory / "step-000012"), wanted);
+}
+
+TEST_F(Trainer, WhatIsMeasuredBesideStandsInTheLogAndChangesNoBit) {
+  TrainConfig config = small_run();
+  config.model.router = "noisy-top-k:top-k=2";
+  TrainOptions plain = options("plain");
+  plain.valid_every = 4;
+  (void)train(config, text, &valid, plain);
+  TrainOptions beside = options("beside");
+  beside.valid_every = 4;
+  beside.measure = [&](Model& model) {
+    const TextRouting routing = route_text(model, valid, {.max_tokens = 64, .sequences = 2});
+    return std::map<std::string, double>{
+        {"information", specialisation(routing, 3).front().token_type.corrected}};
+  };
+  (void)train(config, text, &valid, beside);
+  EXPECT_EQ(files_below(beside.directory / "step-000012"),
+            files_below(plain.directory / "step-000012"));
+  std::vector<nlohmann::json> log = log_of(beside.directory);
+  for (std::size_t i = 0; i < log.size(); ++i) {
+    EXPECT_EQ(log[i].contains("information"), i % 4 == 3) << i;
+    log[i].erase("information");
+  }
+  EXPECT_EQ(log, log_of(plain.directory));
+  beside.resume = true;
+  beside.ranks = 2;
+  EXPECT_NE(refusal(config, beside, ErrorCode::kInvalidArgument).find("one rank, not of 2"),
+            std::string::npos);
 }
 
 TEST_F(Trainer, RoutersWithNoiseBiasesAndThresholdsResumeAlikeToo) {

@@ -71,6 +71,26 @@ std::string figure_of(const Plot& plot) {
       escape_html(plot.title), script_text(data));
 }
 
+Series frontier_of(const std::vector<Series>& all, bool large_y) {
+  std::vector<Point> points;
+  for (const Series& series : all) {
+    points.insert(points.end(), series.points.begin(), series.points.end());
+  }
+  const double sign = large_y ? -1 : 1;
+  std::sort(points.begin(), points.end(), [&](const Point& a, const Point& b) {
+    return std::pair(a.x, sign * a.y) < std::pair(b.x, sign * b.y);
+  });
+  Series frontier{.name = "nothing is better", .mark = Mark::kRoof};
+  double best = HUGE_VAL;
+  for (Point& point : points) {
+    if (!(sign * point.y < best)) continue;
+    best = sign * point.y;
+    point.note.clear();
+    frontier.points.push_back(std::move(point));
+  }
+  return frontier;
+}
+
 std::string share_bars(const std::string& title, const std::vector<Bar>& bars) {
   std::vector<std::string> names;
   for (const Bar& bar : bars) {

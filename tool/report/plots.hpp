@@ -36,6 +36,9 @@ struct Plot {
 /// A figure; "" where no point has a place on the axes.
 [[nodiscard]] std::string figure_of(const Plot& plot);
 
+/// Of points of which both are wanted small (or y large): those that no other is better than.
+[[nodiscard]] Series frontier_of(const std::vector<Series>& all, bool large_y);
+
 /// Whether this build has the library that draws plots.
 [[nodiscard]] bool has_plots();
 

@@ -99,7 +99,12 @@ std::string tokens_table(const json& document) {
          number_at(arm, "accuracy", "{:.3f}"),
          number_at(arm, "load_cv", "{:.3f}"),
          number_at(arm, "max_vio", "{:.3f}"),
+         number_at(arm, "information.trained", "{:.3f}"),
+         number_at(arm, "information.untrained", "{:.3f}"),
+         number_at(arm, "information.null", "{:.3f}"),
          number_at(arm, "dropped", "{:.4f}"),
+         number_at(arm, "uniform_dropped", "{:.4f}"),
+         number_at(arm, "at_capacity.dropped", "{:.4f}"),
          number_at(arm, "at_capacity.loss", "{:.4f}")});
   }
   return plain_table({"arm",
@@ -120,7 +125,12 @@ std::string tokens_table(const json& document) {
                       "accuracy",
                       "load CV",
                       "MaxVio",
+                      "information",
+                      "of untrained routers",
+                      "of permuted tokens",
                       "dropped",
+                      "uniform loads would",
+                      "dropped at capacity",
                       "loss at capacity"},
                      rows);
 }
@@ -174,6 +184,44 @@ std::string curves_of(const json& document, const std::string& title, const std:
   return figure_of(plot);
 }
 
+/// Loss against what it takes: an arm is a point with its 95% interval.
+std::string trade_of(const json& document, const char* takes, double unit, const char* title,
+                     const char* label) {
+  Plot plot{
+      .title = title, .x = {label, false}, .y = {"held out, nats a byte", false}, .series = {}};
+  std::vector<Series> means;
+  for (const json& arm : arms_of(document)) {
+    const auto x = number_of(arm, takes);
+    const auto mean = number_of(arm, "loss.mean");
+    if (!x || !mean || leak_words(arm) == "leaks") continue;
+    const double at = *x * unit;
+    const double low = number_of(arm, "loss.low").value_or(*mean);
+    const double high = number_of(arm, "loss.high").value_or(*mean);
+    const std::string interval = fmt::format("95% interval {:.4f} to {:.4f}", low, high);
+    plot.series.push_back({.name = text_of(arm, "name"),
+                           .points = {{.x = at, .y = low, .note = interval},
+                                      {.x = at, .y = *mean, .note = interval},
+                                      {.x = at, .y = high, .note = interval}}});
+    means.push_back({.points = {{.x = at, .y = *mean}}});
+  }
+  if (means.size() < 2) return "";
+  plot.series.push_back(frontier_of(means, false));
+  return figure_of(plot);
+}
+
+std::string trades_of(const json& document) {
+  const std::string html =
+      trade_of(document, "executed", 1e-6, "Loss against operations",
+               "million operations a token, there and back") +
+      trade_of(document, "seconds", 1, "Loss against time of training", "seconds a run");
+  if (html.empty()) return "";
+  return "<section id=trades><h2>What is paid for what</h2>\n<p>Means over the seeds with their "
+         "95% "
+         "intervals, arms that leak left out; the line joins the means that no other is better "
+         "than. Seconds of runs that shared a machine are no claim.</p>\n<div class=grid>" +
+         html + "</div></section>\n";
+}
+
 std::string figures_of(const json& document) {
   const double steps = number_of(document, "steps").value_or(1);
   const double tokens = number_of(document, "tokens").value_or(0) / steps;
@@ -196,6 +244,8 @@ std::string figures_of(const json& document) {
                                "load_cv", false) +
                      curves_of(document, "MaxVio over steps", "steps", step, "largest / mean - 1",
                                "max_vio", false) +
+                     curves_of(document, "What a token tells of its experts", "steps", step,
+                               "information, nats", "information", false) +
                      curves_of(document, "Dropped over steps", "steps", step,
                                "share of assignments", "dropped", false);
   if (html.empty()) return "";
@@ -279,13 +329,17 @@ std::string study_page(const json& document) {
   main +=
       "<section id=arms><h2>Arms</h2>\n<h3>At equal tokens</h3>\n<p>The last step's models, nats "
       "a byte of the held-out text. \"Would be found\": the smallest difference that Holm's first "
-      "step finds four times in five. Operations: executed a token, over the reference's.</p>\n" +
+      "step finds four times in five. Operations: executed a token, over the reference's. "
+      "Information: of a token about its experts, nats, less the estimate's bias, mean over the "
+      "layers. Dropped: of the last steps of training; \"uniform loads would\" is the closed form; "
+      "\"at capacity\": of the held-out text, which comes document by document.</p>\n" +
       tokens_table(document) + time_table(document) + "</section>\n";
-  main += figures_of(document) + rates_of(document) + leaks_of(document) + floors_of(document) +
-          made_by(document);
+  main += trades_of(document) + figures_of(document) + rates_of(document) + leaks_of(document) +
+          floors_of(document) + made_by(document);
   return page_around(
       "Switchyard: study " + name, text_of(document, "what"),
-      "<a href='#overview'>Overview</a><a href='#arms'>Arms</a><a href='#curves'>Over steps</a>"
+      "<a href='#overview'>Overview</a><a href='#arms'>Arms</a><a href='#trades'>Trades</a>"
+      "<a href='#curves'>Over steps</a>"
       "<a href='#rates'>Learning rates</a><a href='#leaks'>Leaks</a><a href='#floors'>Floors</a>"
       "<a href='#made'>Made by</a>",
       main);

@@ -16,27 +16,6 @@ namespace {
 
 using nlohmann::json;
 
-/// Of points of which both are wanted small (or y large): those that no other is better than.
-Series frontier_of(const std::vector<Series>& all, bool large_y) {
-  std::vector<Point> points;
-  for (const Series& series : all) {
-    points.insert(points.end(), series.points.begin(), series.points.end());
-  }
-  const double sign = large_y ? -1 : 1;
-  std::sort(points.begin(), points.end(), [&](const Point& a, const Point& b) {
-    return std::pair(a.x, sign * a.y) < std::pair(b.x, sign * b.y);
-  });
-  Series frontier{.name = "nothing is better", .mark = Mark::kRoof};
-  double best = HUGE_VAL;
-  for (Point& point : points) {
-    if (!(sign * point.y < best)) continue;
-    best = sign * point.y;
-    point.note.clear();
-    frontier.points.push_back(std::move(point));
-  }
-  return frontier;
-}
-
 std::string note_of(const Line& line) {
   std::string note = text_of(line.json, "case.name");
   for (const char* member : {"T", "E", "K", "capacity_factor"}) {

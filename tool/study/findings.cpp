@@ -5,6 +5,8 @@
 #include <numeric>
 
 #include "bench/measure/inference.hpp"
+#include "bench/sweep/uniform_drops.hpp"
+#include "switchyard/router.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -70,6 +72,9 @@ json curve_of(const std::vector<const json*>& runs) {
     entry["step"] = points.front()->at("step");
     for (const char* key : {"seconds", "load_cv", "max_vio", "dropped"}) {
       entry[key] = mean_over(points, [&](const json& point) { return point.at(key); });
+    }
+    for (const char* key : {"information", "information_null"}) {  // of runs on a CPU
+      entry[key] = mean_over(points, [&](const json& point) { return point.value(key, json()); });
     }
     curve.push_back(std::move(entry));
   }
@@ -161,6 +166,16 @@ void judge(json& arms, const std::string& key, std::size_t reference) {
   }
 }
 
+/// What the capacity drops of a step's calls where loads are uniform, by the closed form.
+json uniform_dropped(const models::TrainConfig& train) {
+  const models::ModelConfig& model = train.model;
+  if (!model.capacity_factor || model.first_dense == model.layers) return {};
+  const RouterConfig router = models::layer_config(model).router;
+  const std::int64_t tokens = train.sequences / train.accumulate * model.sequence;
+  const RouterCapacity room = capacity_for(router, *model.capacity_factor, tokens);
+  return bench::uniform_drops(tokens, router.num_experts, router.top_k(), room.computing).expected;
+}
+
 json arm_json(const StudyConfig& study, const RunResults& results, std::size_t index) {
   const StudyArm& arm = study.arms[index];
   const models::ModelConfig& model = arm.train.model;
@@ -217,6 +232,13 @@ json arm_json(const StudyConfig& study, const RunResults& results, std::size_t i
       return run.contains("at_capacity") ? run["at_capacity"][key] : json();
     });
   }
+  for (const char* key : {"trained", "null", "untrained"}) {
+    out["information"][key] = mean_over(runs, [&](const json& run) {
+      const json of = run.value("information", json());
+      return of.is_object() ? of.value(key, json()) : json();
+    });
+  }
+  out["uniform_dropped"] = uniform_dropped(arm.train);
   const json picks = mean_over(runs, [&](const json& run) { return at_end(run, "picks"); });
   out["executed"] = counts.flops_per_token;
   if (picks.is_number() && !is_dense) {

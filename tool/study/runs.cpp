@@ -15,6 +15,7 @@
 #include "models/training/run_state.hpp"
 #include "switchyard/models/evaluate.hpp"
 #include "switchyard/models/files.hpp"
+#include "switchyard/models/specialisation.hpp"
 #include "tool/models/train_setup.hpp"
 #include "tool/options/usage_error.hpp"
 
@@ -28,6 +29,10 @@ namespace fs = std::filesystem;
 
 constexpr std::int64_t kBlock = 1024;  // bytes of a block of the bootstrap, at least
 constexpr std::int64_t kMostBlocks = 1024;
+constexpr std::int64_t kRoutedTokens = 4096;  // held out, of which the routers' information is told
+constexpr int kPermutations = 20;
+constexpr const char* kInformation = "information";
+constexpr const char* kNull = "information_null";
 
 json number(double value) { return std::isfinite(value) ? json(value) : json(); }
 
@@ -80,10 +85,28 @@ LogSummary read_log(const fs::path& path, double tokens_per_step) {
       const auto [sum, count] = sums[key];
       point[key] = count > 0 ? json(sum / count) : json();
     }
+    for (const char* key : {kInformation, kNull}) point[key] = line.value(key, json());
     sums.clear();
     summary.curve.push_back(std::move(point));
   }
   return summary;
+}
+
+bool has_routers(const models::ModelConfig& config) { return config.first_dense < config.layers; }
+
+/// What a token tells of its experts, nats: MI(token; expert) less its bias, and that of permuted
+/// tokens, means over the MoE layers. Of a model on a CPU.
+std::map<std::string, double> information_of(models::Model& model, const models::Text& text,
+                                             std::int64_t sequences) {
+  const models::TextRouting routing =
+      models::route_text(model, text, {.max_tokens = kRoutedTokens, .sequences = sequences});
+  std::map<std::string, double> means;
+  for (const models::LayerSpecialisation& of : models::specialisation(routing, kPermutations)) {
+    const double share = 1.0 / static_cast<double>(routing.layers.size());
+    means[kInformation] += share * of.token_type.corrected;
+    means[kNull] += share * (of.token_type.null_mean.value_or(0) - of.token_type.bias);
+  }
+  return means;
 }
 
 json leaks_of(models::Model& model, const models::Text& text) {
@@ -141,6 +164,20 @@ json setting_of(const StudyPlace& place, const TrainConfig& config) {
   return setting;
 }
 
+/// What the routers of the last step's model have come to, beside ones that never learnt. On a CPU,
+/// wherever the run was.
+json information_json(const StudyPlace& place, const TrainConfig& config,
+                      const fs::path& checkpoint) {
+  models::Model model = models::load_model(checkpoint, {.num_threads = place.num_threads});
+  const std::int64_t sequences = config.sequences / config.accumulate;
+  const auto trained = information_of(model, place.valid, sequences);
+  model.reset_routers(config.seed);
+  const auto untrained = information_of(model, place.valid, sequences);
+  return {{"trained", trained.at(kInformation)},
+          {"null", trained.at(kNull)},
+          {"untrained", untrained.at(kInformation)}};
+}
+
 /// What the model of the last step does on held-out text.
 void evaluate_run(const StudyPlace& place, const StudyRun& run, const TrainConfig& config,
                   const fs::path& checkpoint, json& line) {
@@ -160,6 +197,8 @@ void evaluate_run(const StudyPlace& place, const StudyRun& run, const TrainConfi
                            {"dropped", found.at_capacity->drop}};
   }
   line["leaks"] = leaks_of(model, place.valid);
+  line[kInformation] = json();
+  if (has_routers(config.model)) line[kInformation] = information_json(place, config, checkpoint);
   line["causal"] = models::has_causal_router(config.model);
 }
 
@@ -241,6 +280,11 @@ std::optional<json> do_run(const StudyPlace& place, const StudyRun& run, const R
                    .on_step = calls.on_step,
                    .stop = calls.stop};
   const TrainConfig& config = setup.config;
+  if (is_test && place.backend == Backend::kCpu && has_routers(config.model)) {
+    setup.options.measure = [&](models::Model& model) {
+      return information_of(model, place.valid, config.sequences / config.accumulate);
+    };
+  }
   TrainOutcome outcome;
   outcome.result = train_run(place, run, setup);
   if (outcome.result.end == TrainResult::End::kInterrupted) return std::nullopt;

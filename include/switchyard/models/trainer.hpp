@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -69,6 +70,7 @@ struct StepRecord {
   std::optional<double> dropped{};  ///< Share of all assignments, with a capacity.
   bool skipped = false;
   std::optional<double> valid_loss{};  ///< Nats a byte of the held-out text, where it was measured.
+  std::map<std::string, double> measured{};  ///< By TrainOptions::measure, by name.
 };
 
 /// What a number that is not finite was found in.
@@ -107,6 +109,9 @@ struct TrainOptions {
   double peak_flops = 0;  ///< Operations a second that the machine has; 0: not known.
   std::function<void(const StepRecord&)> on_step{};  ///< May be empty, as the next.
   std::function<void(std::int64_t step, std::int64_t of)> on_batch{};  ///< Before a step.
+  /// What else is told of the model where the loss on held-out text is: numbers by names of their
+  /// own for the log, a function of the model alone. One rank. May be empty.
+  std::function<std::map<std::string, double>(Model&)> measure{};
   /// Asked after each step: true saves, and ends the run, of all processes if any says so.
   std::function<bool()> stop{};
 };
@@ -137,12 +142,12 @@ struct TrainResult {
 /// @param valid  Held-out text, or null.
 /// @throws Error{kInvalidArgument}: of check(); vocabulary is not that of the text; a text too
 /// short;
-///         the directory has a run and `resume` is not set; resumed with another configuration,
-///         text or init, which it names; ranks do not divide a call's sequences; {kUnsupported}: as
-///         check_ranks(), ranks on a GPU; {kBadFile}: a damaged checkpoint or init, by file and
-///         tensor; {kIo}: the disk, or another process has the directory; {kOutOfMemory};
-///         {kTimeout}: a rank waited too long for another, all have left and the checkpoints are as
-///         they were.
+///         TrainOptions::measure with several ranks; the directory has a run and `resume` is not
+///         set; resumed with another configuration, text or init, which it names; ranks do not
+///         divide a call's sequences; {kUnsupported}: as check_ranks(), ranks on a GPU; {kBadFile}:
+///         a damaged checkpoint or init, by file and tensor; {kIo}: the disk, or another process
+///         has the directory; {kOutOfMemory}; {kTimeout}: a rank waited too long for another, all
+///         have left and the checkpoints are as they were.
 [[nodiscard]] TrainResult train(const TrainConfig& config, const Text& text, const Text* valid,
                                 const TrainOptions& options);
 

@@ -38,6 +38,7 @@ std::string line_of(const StepRecord& record) {
                                  {"dropped", number(record.dropped)}};
   if (record.skipped) line["skipped"] = true;
   if (record.valid_loss) line["valid_loss"] = number(record.valid_loss);
+  for (const auto& [name, value] : record.measured) line[name] = number(value);
   return line.dump() + "\n";
 }
 

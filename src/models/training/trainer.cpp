@@ -93,6 +93,7 @@ class Run {
       ++result_.steps;
       if (is_due(options_.valid_every) && valid_ != nullptr) {
         record.valid_loss = held_out_loss();
+        if (options_.measure) record.measured = options_.measure(replicas_.model());
       }
       result_.last = record;
       const bool stop = log_and_ask(record) && result_.steps < steps;
@@ -384,6 +385,7 @@ TrainResult train(const TrainConfig& config, const Text& text, const Text* valid
   together(world_of(options), [&] {
     require(options.communicator == nullptr || options.ranks == 1 || options.ranks == ranks,
             "{} ranks, but the communicator has {}", options.ranks, ranks);
+    require(!options.measure || ranks == 1, "what `measure` says is of one rank, not of {}", ranks);
     check(config, ranks);
     check(config, text);
   });

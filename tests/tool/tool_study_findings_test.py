@@ -1,0 +1,88 @@
+"""What a study says of routers: their information, drops beside the closed form, what is paid for what."""
+
+import json
+import math
+import unittest
+
+from tool_study_test import TestWithStudy
+from tool_support import run_tool
+
+
+def uniform_drops(tokens, experts, top_k, factor):
+    """Share that a capacity drops where each token has top_k of the experts, all alike: E (n - C)+ of a
+    binomial (T, K / E), by hand."""
+    room = math.ceil(factor * tokens * top_k / experts - 1e-9)
+    p = top_k / experts
+    each = [math.comb(tokens, n) * p**n * (1 - p)**(tokens - n) for n in range(tokens + 1)]
+    return sum(max(0, n - room) * share for n, share in enumerate(each)) * experts / (tokens * top_k)
+
+
+class OfRouters(TestWithStudy):
+    ARMS = [{"name": "top-2", "router": "top-k:top-k=2"},
+            {"name": "tight", "router": "top-k:top-k=2", "model": {"capacity_factor": 1.1}},
+            {"name": "hash", "router": "hash:top-k=2", "model": {"balance": 0, "z": 0}},
+            {"name": "dense", "model": {"first_dense": 1, "dense_inner": 16}}]
+
+    def setUp(self):
+        super().setUp()
+        self.write(arms=self.ARMS)
+        self.assert_fine(self.run_study())
+        self.arms = {arm["name"]: arm for arm in self.found()["arms"]}
+
+    def test_information_over_steps_and_at_the_end(self):
+        lines = self.lines()
+        for name, arm in self.arms.items():
+            of = arm["information"]
+            if name == "dense":
+                self.assertEqual(set(of.values()), {None})
+                continue
+            ends = [lines[f"{name}/seed-{seed}"]["information"] for seed in (1, 2)]
+            for key, value in of.items():
+                self.assertAlmostEqual(value, sum(end[key] for end in ends) / 2, places=12)
+            # A token says something of its experts, permuted ones nothing; nats of four experts.
+            self.assertTrue(0.05 < of["trained"] <= math.log(4), (name, of))
+            self.assertLess(abs(of["null"]), 0.02, name)
+            curve = arm["curve"]
+            self.assertEqual(len(curve), 3)
+            self.assertTrue(all(isinstance(point["information"], float) for point in curve), name)
+            # Where the model is that of the end, so is what it says.
+            self.assertAlmostEqual(curve[-1]["information"], of["trained"], places=9)
+        # A table by the byte knows no training.
+        of = self.arms["hash"]["information"]
+        self.assertEqual(of["trained"], of["untrained"])
+        self.assertEqual(len({point["information"] for point in self.arms["hash"]["curve"]}), 1)
+        self.assertNotEqual(self.arms["top-2"]["information"]["trained"],
+                            self.arms["top-2"]["information"]["untrained"])
+
+    def test_drops_stand_beside_those_of_uniform_loads(self):
+        for name, arm in self.arms.items():
+            if name != "tight":
+                self.assertIsNone(arm["uniform_dropped"], name)
+        self.assertAlmostEqual(self.arms["tight"]["uniform_dropped"],
+                               uniform_drops(4 * 32, 4, 2, 1.1), places=12)
+        self.assertGreater(self.arms["tight"]["dropped"], self.arms["tight"]["uniform_dropped"])
+
+    def test_the_page_has_them(self):
+        page = f"{self.d}/page.html"
+        self.assert_fine(run_tool("report", f"{self.d}/out", "--output", page))
+        with open(page, encoding="utf-8") as file:
+            page = file.read()
+        for word in ("What is paid for what", "Loss against operations", "nothing is better",
+                     "What a token tells of its experts", "of untrained routers", "uniform loads would",
+                     f"{self.arms['tight']['uniform_dropped']:.4f}",
+                     f"{self.arms['hash']['information']['trained']:.3f}"):
+            self.assertIn(word, page)
+        # One that was made before they were has a page without them.
+        study = self.found()
+        for arm in study["arms"]:
+            for key in "information", "uniform_dropped":
+                arm.pop(key)
+            for point in arm["curve"]:
+                for key in "information", "information_null":
+                    point.pop(key)
+        self.file("out/study.json", json.dumps(study))
+        self.assert_fine(run_tool("report", f"{self.d}/out", "--output", f"{self.d}/old.html"))
+
+
+if __name__ == "__main__":
+    unittest.main()
