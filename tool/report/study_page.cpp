@@ -68,15 +68,18 @@ std::string leak_words(const json& arm) {
   return any ? "leaks" : "holds";
 }
 
-std::string tokens_table(const json& document) {
-  const double reference = [&] {
-    for (const json& arm : arms_of(document)) {
-      if (text_of(arm, "name") == text_of(document, "reference")) {
-        return number_of(arm, "executed").value_or(0);
-      }
+/// Operations a token of the reference; 0: there are none.
+double reference_operations(const json& document) {
+  for (const json& arm : arms_of(document)) {
+    if (text_of(arm, "name") == text_of(document, "reference")) {
+      return number_of(arm, "executed").value_or(0);
     }
-    return 0.0;
-  }();
+  }
+  return 0;
+}
+
+std::string tokens_table(const json& document) {
+  const double reference = reference_operations(document);
   Rows rows;
   for (const json& arm : arms_of(document)) {
     const double executed = number_of(arm, "executed").value_or(0);
@@ -210,10 +213,13 @@ std::string trade_of(const json& document, const char* takes, double unit, const
 }
 
 std::string trades_of(const json& document) {
-  const std::string html =
-      trade_of(document, "executed", 1e-6, "Loss against operations",
-               "million operations a token, there and back") +
-      trade_of(document, "seconds", 1, "Loss against time of training", "seconds a run");
+  const double reference = reference_operations(document);
+  std::string html;
+  if (reference > 0) {
+    html += trade_of(document, "executed", 1 / reference, "Loss against operations",
+                     "operations a token, over the reference's");
+  }
+  html += trade_of(document, "seconds", 1, "Loss against time of training", "seconds a run");
   if (html.empty()) return "";
   return "<section id=trades><h2>What is paid for what</h2>\n<p>Means over the seeds with their "
          "95% "

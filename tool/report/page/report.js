@@ -120,7 +120,7 @@
       customBars: bands,
       connectSeparatedPoints: true,
       xlabel: x.label, ylabel: y.label, xLabelHeight: 20, yLabelWidth: 20,
-      axes: {x: axis(x.log, 58, 56), y: axis(y.log, 34, 46)},
+      axes: {x: axis(x.log, 58, 56), y: axis(y.log, 34, 54)},
       logscale: y.log,
       dateWindow: window_of(points.map((point) => point[0]), x.log),
       valueRange: window_of(points.flatMap((point) => [point[1], ...point.slice(3)]), y.log),
