@@ -42,7 +42,7 @@ if(SWITCHYARD_BUILD_TOOL AND SWITCHYARD_TEST_PYTHON)
     tool_srun_test tool_routers_test tool_stored_weights_test tool_routing_stats_test tool_sweep_test
     tool_models_test tool_models_bad_input_test tool_adapters_test tool_tokenizer_test
     tool_models_ranks_test tool_evaluate_test tool_generate_test tool_released_test tool_study_test
-    tool_study_jobs_test tool_study_findings_test page_test)
+    tool_study_runs_test page_test)
   if(MPI_CXX_FOUND)
     list(APPEND tool_tests tool_mpi_test tool_train_processes_test)
   endif()

@@ -236,7 +236,7 @@ TEST(TrainEstimateOverRanks, CountsWhatEveryRankHas) {
   const ModelCounts counts = count(config.model);
   EXPECT_EQ(counts.routed, 2 * 4 * 3 * 16 * 8);
   const TrainEstimate one = estimate_training(config, 10, 1e9, 1e9);
-  const TrainEstimate four = estimate_training(config, 10, 1e9, 1e9, 4);
+  const TrainEstimate four = estimate_training(config, 10, 1e9, 1e9, {.ranks = 4});
   EXPECT_EQ(four.flops, one.flops);
   EXPECT_EQ(four.checkpoint_bytes, one.checkpoint_bytes);
   const auto alike = static_cast<double>(counts.parameters - counts.routed);

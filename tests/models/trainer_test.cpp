@@ -331,36 +331,5 @@ TEST_F(Trainer, ACheckpointIsOneOfItsFamily) {
   }
 }
 
-TEST(TrainEstimate, FollowsTheCounts) {
-  const TrainConfig config = small_run();
-  const ModelCounts counts = count(config.model);
-  const TrainEstimate estimate = estimate_training(config, 10, 1e9, 1e9);
-  EXPECT_EQ(estimate.tokens, 10 * 4 * 16);
-  EXPECT_DOUBLE_EQ(estimate.flops, counts.flops_per_token * 640);
-  EXPECT_DOUBLE_EQ(estimate.bytes, counts.bytes(64) + 8 * static_cast<double>(counts.parameters));
-  EXPECT_NEAR(estimate.seconds,
-              estimate.flops / (kExpectedShare * 1e9) +
-                  10 * 32 * static_cast<double>(counts.parameters) / 1e9,
-              1e-12);
-}
-
-TEST(TrainEstimate, HasMomentsOfWhatLearnsAlone) {
-  TrainConfig config = small_run();
-  const ModelCounts counts = count(config.model);
-  const TrainEstimate whole = estimate_training(config, 10, 1e9, 1e9);
-  config.freeze = {Group::kExperts};
-  const TrainEstimate frozen = estimate_training(config, 10, 1e9, 1e9);
-  const double moments = 8 * static_cast<double>(counts.routed);
-  EXPECT_GT(moments, 0);
-  EXPECT_DOUBLE_EQ(whole.bytes - frozen.bytes, moments);
-  EXPECT_DOUBLE_EQ(whole.checkpoint_bytes - frozen.checkpoint_bytes, moments);
-  config.freeze = {};
-  config.model.adapters = AdapterConfig{};
-  const TrainEstimate adapters = estimate_training(config, 10, 1e9, 1e9);
-  EXPECT_DOUBLE_EQ(adapters.checkpoint_bytes,
-                   4 * static_cast<double>(count(config.model).parameters) +
-                       8 * static_cast<double>(count(config.model).adapters));
-}
-
 }  // namespace
 }  // namespace switchyard::models

@@ -9,6 +9,7 @@
 
 #include "bench/measure/process_memory.hpp"
 #include "bench/measure/results.hpp"
+#include "bench/measure/stage_memory.hpp"
 #include "comm/ranks/gather.hpp"
 #include "comm/ranks/launch.hpp"
 #include "comm/ranks/together.hpp"
@@ -67,10 +68,9 @@ class TrainRun {
       valid_.emplace(open_text("--valid", options.valid, setup_.tokenizer));
     bench::return_freed_memory();
     bench::forget_peak();
-    outcome_.base_bytes = of_all(static_cast<double>(bench::resident_bytes()));
-    outcome_.estimate =
-        models::estimate_training(setup_.config, setup_.config.schedule.steps, expected_flops_,
-                                  limits_.bandwidth, setup_.options.ranks);
+    bench::forget_device_peak();
+    if (!on_gpus()) outcome_.base_bytes = of_all(static_cast<double>(bench::resident_bytes()));
+    outcome_.estimate = estimate_of(setup_.config.schedule.steps);
   }
 
   void announce() const {
@@ -102,18 +102,29 @@ class TrainRun {
                config.schedule.steps, human_count(static_cast<double>(estimate.tokens), "tokens"),
                human_count(estimate.flops, "FLOP"), human_duration(estimate.seconds),
                human_count(bytes(), "B"), human_count(estimate.checkpoint_bytes, "B"));
+    fmt::print("memory{}:", on_gpus() ? how.ranks == 1 ? " of the GPU" : " of the GPUs" : "");
+    const char* before = " ";
+    for (const auto& [what, size] : purposes()) {
+      if (!(size > 0)) continue;
+      fmt::print("{}{} {}", before, what, human_count(size, "B"));
+      before = ", ";
+    }
+    fmt::print("\n");
     std::fflush(stdout);
   }
 
-  /// Of a CPU. A GPU says itself that it is full, before the first step.
+  /// Of a CPU, or of each GPU as if it had nothing else: what is in use there it says itself, as
+  /// memory is made before the first step.
   void check_memory() const {
-    if (setup_.options.backend == Backend::kCuda) return;
-    const auto memory = static_cast<double>(machine_.memory_bytes);
+    const auto memory =
+        static_cast<double>(on_gpus() ? machine_.gpu_memory_bytes : machine_.memory_bytes);
     const Launch launch = read_launch();
-    const double here = bytes() * launch.local_world / launch.world;
+    const double here =
+        on_gpus() ? bytes() / setup_.options.ranks : bytes() * launch.local_world / launch.world;
     if (here <= memory) return;
-    throw UsageError("{}: about {}, more than the {} of this machine; see --accumulate",
-                     setup_.name, human_count(here, "B"), human_count(memory, "B"));
+    throw UsageError("{}: about {}{}, more than the {} of {}; see --accumulate and --recompute",
+                     setup_.name, human_count(here, "B"), on_gpus() ? " a GPU" : "",
+                     human_count(memory, "B"), on_gpus() ? "one" : "this machine");
   }
 
   int train() {
@@ -129,7 +140,8 @@ class TrainRun {
         models::train(setup_.config, text_, valid_ ? &*valid_ : nullptr, setup_.options);
     bar.clear();
     together(world_.launched.get(), [&] {
-      outcome_.peak_bytes = of_all(static_cast<double>(bench::peak_resident_bytes()));
+      outcome_.peak_bytes = of_all(static_cast<double>(on_gpus() ? bench::peak_device_bytes()
+                                                                 : bench::peak_resident_bytes()));
       scale_estimate();
       if (world_.is_first()) conclude();
     });
@@ -145,6 +157,7 @@ class TrainRun {
                             {"seconds", outcome_.estimate.seconds},
                             {"bytes", bytes()},
                             {"checkpoint_bytes", outcome_.estimate.checkpoint_bytes}};
+    for (const auto& [what, size] : purposes()) document["estimate"]["memory"][what] = size;
     document["model"] = json_of(setup_.config.model);
     const models::ModelCounts counts = models::count(setup_.config.model);
     document["parameters"] = counts.parameters;
@@ -160,6 +173,23 @@ class TrainRun {
   }
 
  private:
+  [[nodiscard]] bool on_gpus() const { return setup_.options.backend == Backend::kCuda; }
+
+  [[nodiscard]] models::TrainEstimate estimate_of(std::int64_t steps) const {
+    return models::estimate_training(setup_.config, steps, expected_flops_, limits_.bandwidth,
+                                     {.ranks = setup_.options.ranks,
+                                      .backend = setup_.options.backend,
+                                      .recompute = setup_.options.recompute});
+  }
+
+  /// What memory is for, bytes.
+  [[nodiscard]] std::vector<std::pair<const char*, double>> purposes() const {
+    const models::TrainMemory& memory = outcome_.estimate.memory;
+    return {{"weights", memory.weights},   {"gradients", memory.gradients},
+            {"moments", memory.moments},   {"activations", memory.activations},
+            {"exchange", memory.exchange}, {"process", outcome_.base_bytes}};
+  }
+
   [[nodiscard]] bool prints() const { return world_.is_first() && !options_.json; }
 
   /// "4 ranks (mpi), each ".
@@ -212,8 +242,7 @@ class TrainRun {
   /// The estimate of the steps that were done, which a resumed or ended run has fewer of.
   void scale_estimate() {
     const std::int64_t done = outcome_.result.steps - outcome_.result.first_step;
-    outcome_.estimate = models::estimate_training(setup_.config, done, expected_flops_,
-                                                  limits_.bandwidth, setup_.options.ranks);
+    outcome_.estimate = estimate_of(done);
   }
 
   void conclude() const {

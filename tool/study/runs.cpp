@@ -295,7 +295,7 @@ std::optional<json> do_run(const StudyPlace& place, const StudyRun& run, const R
   outcome.step_us = log.step_us.empty() ? std::vector<double>{0} : log.step_us;
   outcome.estimate = models::estimate_training(
       config, run.steps, place.limits.flops_of_models(config.compute, place.backend),
-      place.limits.bandwidth);
+      place.limits.bandwidth, {.backend = place.backend});
   double seconds = 0;
   for (const double us : log.step_us) seconds += us * 1e-6;
   outcome.result.seconds = seconds;

@@ -161,12 +161,33 @@ struct CheckpointOrigin {
 /// leaves it. @throws Error{kBadFile}: that file is damaged, or says no step or seed.
 [[nodiscard]] std::optional<CheckpointOrigin> read_origin(const std::filesystem::path& directory);
 
+/// Memory of a run by what it is for: bytes, of all ranks together.
+struct TrainMemory {
+  double weights = 0;      ///< Values, and what products take of them: packed, or of 16 bits.
+  double gradients = 0;    ///< f32.
+  double moments = 0;      ///< AdamW's two, of what learns.
+  double activations = 0;  ///< What a call keeps for its way back, and works in.
+  double exchange = 0;     ///< Between ranks.
+
+  [[nodiscard]] double total() const {
+    return weights + gradients + moments + activations + exchange;
+  }
+};
+
+/// Where a run is, as far as its memory asks.
+struct TrainPlace {
+  int ranks = 1;
+  Backend backend = Backend::kCpu;
+  bool recompute = false;  ///< ModelOptions::recompute.
+};
+
 /// What a run will take, before it begins.
 struct TrainEstimate {
   std::int64_t tokens = 0;
   double flops = 0;  ///< Useful ones: ModelCounts::flops_per_token, none for what is repeated.
   double seconds = 0;
-  double bytes = 0;             ///< Of memory: model, moments, one call's batch.
+  double bytes = 0;             ///< Of memory: its total.
+  TrainMemory memory{};         ///< CUDA: of the GPUs.
   double checkpoint_bytes = 0;  ///< Of one checkpoint.
 };
 
@@ -177,6 +198,7 @@ inline constexpr double kExpectedShare = 0.3;
 /// @param steps  That are to be done. Time: operations by kExpectedShare of the peak, and the
 ///        optimiser's 32 bytes a parameter by the bandwidth, of what ranks have alike on each.
 [[nodiscard]] TrainEstimate estimate_training(const TrainConfig& config, std::int64_t steps,
-                                              double peak_flops, double bytes_per_s, int ranks = 1);
+                                              double peak_flops, double bytes_per_s,
+                                              const TrainPlace& place = {});
 
 }  // namespace switchyard::models
