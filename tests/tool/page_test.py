@@ -227,7 +227,7 @@ class PageTest(unittest.TestCase):
                 found = self.found(width, page=page)
                 self.assertEqual((found["problems"], found["wide"], found["cut"]), ([], [], []))
                 self.assertEqual((found["width"], found["page"]), (width, width))
-                self.assertEqual((found["plots"], found["drawn"]), (6, 6))
+                self.assertEqual((found["plots"], found["drawn"]), (9, 9))
 
     def test_the_probe_sees_what_is_too_wide(self):
         found = self.found(400, page=self.page.replace(
