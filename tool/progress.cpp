@@ -2,9 +2,11 @@
 #include "tool/progress.hpp"
 
 #include <fmt/core.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <string>
 
 #include "core/say.hpp"
 
@@ -15,6 +17,18 @@ constexpr std::string_view kClear = "\r\033[K";
 
 const bool is_terminal = isatty(STDERR_FILENO) == 1;
 std::atomic<bool> is_shown{false};  // read by a signal handler
+
+/// As much of a line of UTF-8 as the terminal has columns: what goes on in the next one would stay.
+std::string fitted(std::string line) {
+  winsize size{};
+  if (ioctl(STDERR_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return line;
+  std::size_t columns = 0;
+  for (std::size_t i = 0; i < line.size(); ++i) {
+    const bool begins = (static_cast<unsigned char>(line[i]) & 0xC0U) != 0x80U;
+    if (begins && ++columns > size.ws_col) return line.substr(0, i);
+  }
+  return line;
+}
 
 }  // namespace
 
@@ -27,8 +41,10 @@ void ProgressBar::show(int done, const std::string& now) {
   constexpr int kWidth = 24;
   const auto filled = static_cast<std::size_t>(kWidth * done / total_);
   is_shown = true;
-  say(fmt::format("\r[{}{}] {}/{} {}\033[K", std::string(filled, '#'),
-                  std::string(kWidth - filled, ' '), done, total_, now));
+  const std::string line =
+      fitted(fmt::format("[{}{}] {}/{} {}", std::string(filled, '#'),
+                         std::string(kWidth - filled, ' '), done, total_, now));
+  say(fmt::format("\r{}\033[K", line));
 }
 
 void ProgressBar::clear() {

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import signal
+import struct
 import subprocess
 import termios
 import time
@@ -21,8 +22,9 @@ VERIFY = ["verify", "--ranks", "1", "--threads", "1"]
 class Terminal:
     """The tool on a terminal of its own, which is both its stdout and its stderr."""
 
-    def __init__(self, *args):
+    def __init__(self, *args, columns=0):
         master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
 
         def take_terminal():
             os.setsid()
@@ -106,6 +108,25 @@ class Lines(TestWithFolder):
                 self.assertNotRegex(line, r"^\[[# ]*\]|\] [0-9]+/[0-9]+ ")
             if first:
                 self.assertTrue(screen[0].startswith(first), screen)
+
+    def test_a_bar_is_no_wider_than_the_terminal(self):
+        with open(f"{self.d}/long.txt", "w", encoding="utf-8") as file:
+            file.write("All happy families are alike. " * 1000)
+        widest, seen = {}, {}
+        for columns in 0, 60:
+            terminal = Terminal("train", "--preset", "smoke", "--text", f"{self.d}/long.txt",
+                                "--steps", "5", "--output", f"{self.d}/run-{columns}",
+                                "--threads", "1", columns=columns)
+            code, screen = terminal.finish()
+            self.assertEqual((code, screen[-1]), (0, ""))
+            bars = [line for line in terminal.seen.decode().replace("\033[K", "\r").split("\r")
+                    if line.startswith("[") and "/5 " in line]
+            widest[columns] = max(map(len, bars))
+            seen[columns] = " ".join(bars)
+        for word in "loss", "tokens/s", "load CV", "to come":
+            self.assertIn(word, seen[0])
+        self.assertGreater(widest[0], 60)
+        self.assertEqual(widest[60], 60)
 
     def test_an_interrupt_leaves_the_cursor_at_the_begin_of_a_line(self):
         with open(f"{self.d}/long.txt", "w", encoding="utf-8") as file:

@@ -212,8 +212,12 @@ class TrainRun {
     if (outcome_.step_us.empty()) return "";
     const auto done = static_cast<double>(outcome_.step_us.size());
     const auto to_come = static_cast<double>(setup_.config.schedule.steps - last_.step);
-    return fmt::format("loss {:.3f}, {} to come", last_.loss,
-                       human_duration(seconds_ / done * to_come));
+    std::string words =
+        fmt::format("loss {:.3f}, {} tokens/s", last_.loss, human_count(last_.tokens_per_s, ""));
+    if (last_.share) words += fmt::format(" ({} of the peak)", percent(last_.share));
+    if (last_.load_cv) words += fmt::format(", load CV {:.2f}", *last_.load_cv);
+    if (last_.dropped) words += fmt::format(", {} dropped", percent(last_.dropped));
+    return words + fmt::format(", {} to come", human_duration(seconds_ / done * to_come));
   }
 
   void add(const StepRecord& record, ProgressBar& bar) {
