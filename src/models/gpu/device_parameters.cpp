@@ -2,12 +2,14 @@
 
 #include <algorithm>
 
+#include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
 
 namespace switchyard::models::gpu {
 namespace {
 
 constexpr std::int64_t kAlign = 128;
+constexpr std::int64_t kStaged = std::int64_t{4} << 20;
 
 std::int64_t aligned(std::int64_t size) { return (size + kAlign - 1) / kAlign * kAlign; }
 
@@ -22,8 +24,12 @@ DeviceParameters::DeviceParameters(const ModelConfig& config, const Parameters& 
       layers_(config.layers),
       experts_(std::max(config.experts, 1)) {
   const std::int64_t summed = place(config);
-  values_.reserve(4 * size_);
-  if (bf16) typed_.reserve(2 * size_);
+  values_.reserve(4 * place_values(config));
+  if (bf16) {
+    typed_.reserve(2 * size_);
+    low_.reserve(2 * size_);
+    staging_.reserve(4 * std::min(kStaged, size_));
+  }
   if (ranks == nullptr) {
     own_gradients_.reserve(4 * size_);
     gradients_ = floats(own_gradients_);
@@ -69,6 +75,27 @@ std::int64_t DeviceParameters::place(const ModelConfig& config) {
   return summed;
 }
 
+std::int64_t DeviceParameters::place_values(const ModelConfig& config) {
+  std::vector<bool> split(offsets_.size());
+  const auto mark = [&](std::int64_t index) {
+    if (bf16_ && index >= 0) split[static_cast<std::size_t>(index)] = true;
+  };
+  for (std::int32_t l = 0; l < config.layers; ++l) {
+    const LayerTensors& of = host_->layer(l);
+    for (const std::int64_t index :
+         {of.qkv, of.qkv + 1, of.qkv + 2, of.o, of.w13, of.w2, of.shared_w13, of.shared_w2}) {
+      mark(index);
+    }
+  }
+  if (host_->head() != host_->embedding()) mark(host_->head());
+  std::int64_t size = 0;
+  for (std::size_t i = 0; i < offsets_.size(); ++i) {
+    value_offsets_.push_back(split[i] ? -1 : size);
+    if (!split[i]) size = aligned(size + host_->tensors()[i].size());
+  }
+  return size;
+}
+
 /// Those of what all ranks have first, whose norm is each rank's to make.
 void DeviceParameters::make_pieces() {
   std::vector<Piece> pieces;
@@ -79,7 +106,7 @@ void DeviceParameters::make_pieces() {
       for (std::int64_t first = 0; first < tensor.size(); first += kPiece) {
         pieces.push_back({offsets_[i] + first,
                           static_cast<std::int32_t>(std::min(kPiece, tensor.size() - first)),
-                          tensor.decay ? 1 : 0});
+                          tensor.decay ? 1 : 0, is_split(i) ? -1 : value_offsets_[i] + first});
       }
     }
     if (!sharded) num_alike_ = std::ssize(pieces);
@@ -94,6 +121,13 @@ float* DeviceParameters::at(float* first, std::int64_t index) const {
   return index < 0 ? nullptr : first + offsets_[static_cast<std::size_t>(index)];
 }
 
+float* DeviceParameters::value(std::int64_t index) const {
+  if (index < 0) return nullptr;
+  const std::int64_t offset = value_offsets_[static_cast<std::size_t>(index)];
+  require(offset >= 0, "tensor {} has no values in f32", index);
+  return floats(values_) + offset;
+}
+
 Dense DeviceParameters::typed(std::int64_t index) const {
   if (!bf16_) return {value(index), false};
   return {typed_.data() + 2 * offsets_[static_cast<std::size_t>(index)], true};
@@ -102,16 +136,6 @@ Dense DeviceParameters::typed(std::int64_t index) const {
 float* DeviceParameters::buffer(std::int64_t index) const {
   if (index < 0) return nullptr;
   return floats(buffers_) + buffer_offsets_[static_cast<std::size_t>(index)];
-}
-
-std::vector<float*> DeviceParameters::host_places(bool gradients) const {
-  std::vector<float*> places;
-  for (const ParameterTensor& tensor : host_->tensors()) {
-    // Of what is frozen the gradient stays 0, whatever the device has made on the way.
-    float* const gradient = tensor.frozen ? nullptr : tensor.gradient;
-    places.push_back(gradients ? gradient : tensor.value);
-  }
-  return places;
 }
 
 void DeviceParameters::copy(float* device, const std::vector<float*>& host, bool to_device,
@@ -137,21 +161,61 @@ void DeviceParameters::copy_buffers(bool to_device, cudaStream_t stream) const {
   SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
 }
 
-void DeviceParameters::upload_values(cudaStream_t stream) const {
-  copy(floats(values_), host_places(false), true, stream);
-  copy_buffers(true, stream);
-  if (bf16_) {
-    to_bf16(floats(values_), size_, typed_.data(), stream);
+void DeviceParameters::upload_value(std::size_t index, cudaStream_t stream) const {
+  const ParameterTensor& tensor = host_->tensors()[index];
+  const std::int64_t size = tensor.size();
+  if (!is_split(index)) {
+    float* const to = value(static_cast<std::int64_t>(index));
+    SWITCHYARD_CUDA(cudaMemcpyAsync(to, tensor.value, static_cast<std::size_t>(4 * size),
+                                    cudaMemcpyDefault, stream));
+    if (bf16_) to_bf16(to, aligned(size), typed_.data() + 2 * offsets_[index], stream);
+    return;
+  }
+  float* const staged = floats(staging_);
+  for (std::int64_t first = 0; first < size; first += kStaged) {
+    const std::int64_t count = std::min(kStaged, size - first), to = offsets_[index] + first;
+    SWITCHYARD_CUDA(cudaMemcpyAsync(staged, tensor.value + first,
+                                    static_cast<std::size_t>(4 * count), cudaMemcpyDefault,
+                                    stream));
+    split_floats(staged, count, typed_.data() + 2 * to, low() + to, stream);
   }
 }
 
+void DeviceParameters::download_value(std::size_t index, cudaStream_t stream) const {
+  const ParameterTensor& tensor = host_->tensors()[index];
+  const std::int64_t size = tensor.size();
+  if (!is_split(index)) {
+    SWITCHYARD_CUDA(cudaMemcpyAsync(tensor.value, value(static_cast<std::int64_t>(index)),
+                                    static_cast<std::size_t>(4 * size), cudaMemcpyDefault, stream));
+    return;
+  }
+  float* const staged = floats(staging_);
+  for (std::int64_t first = 0; first < size; first += kStaged) {
+    const std::int64_t count = std::min(kStaged, size - first), from = offsets_[index] + first;
+    join_floats(typed_.data() + 2 * from, low() + from, count, staged, stream);
+    SWITCHYARD_CUDA(cudaMemcpyAsync(tensor.value + first, staged,
+                                    static_cast<std::size_t>(4 * count), cudaMemcpyDefault,
+                                    stream));
+  }
+}
+
+void DeviceParameters::upload_values(cudaStream_t stream) const {
+  for (std::size_t i = 0; i < offsets_.size(); ++i) upload_value(i, stream);
+  copy_buffers(true, stream);
+}
+
 void DeviceParameters::download_values(cudaStream_t stream) const {
-  copy(floats(values_), host_places(false), false, stream);
+  for (std::size_t i = 0; i < offsets_.size(); ++i) download_value(i, stream);
   copy_buffers(false, stream);
 }
 
+/// Of what is frozen the gradient stays 0, whatever the device has made on the way.
 void DeviceParameters::download_gradients(cudaStream_t stream) const {
-  copy(gradients_, host_places(true), false, stream);
+  std::vector<float*> places;
+  for (const ParameterTensor& tensor : host_->tensors()) {
+    places.push_back(tensor.frozen ? nullptr : tensor.gradient);
+  }
+  copy(gradients_, places, false, stream);
 }
 
 /// Those of frozen tensors are nowhere on the host, and nobody reads them on the device.
@@ -214,6 +278,7 @@ DeviceParameters::Counts DeviceParameters::step(const StepInputs* inputs, StepFa
          .m = floats(m_),
          .v = floats(v_),
          .typed = typed_.data(),
+         .low = low(),
          .inputs = inputs,
          .factors = factors,
          .sums = reinterpret_cast<double*>(sums_.data()),

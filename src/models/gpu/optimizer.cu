@@ -115,32 +115,112 @@ __device__ __forceinline__ void update(const StepFactors& f, float decay, float 
   p = __fsub_rn(__fmul_rn(p, decay), __fdiv_rn(__fmul_rn(f.rate, m), root));
 }
 
-__global__ void adamw_kernel(AdamWArgs a) {
-  const StepFactors f = *a.factors;
-  if (f.apply == 0) return;
-  const Piece piece = a.pieces[blockIdx.x];
+/// A float's upper bits as the nearest bf16 number and its lower 16 bits.
+__device__ __forceinline__ void split(float p, std::uint32_t& high, std::uint32_t& low) {
+  std::uint32_t bits = __float_as_uint(p);
+  // A NaN's upper bits could round to those of a zero.
+  if ((bits & 0x7fffffffU) > 0x7f800000U) bits = (bits & 0x80000000U) | 0x7fc00000U;
+  high = (bits + 0x8000U) >> 16U;
+  low = bits & 0xffffU;
+}
+__device__ __forceinline__ float joined(std::uint32_t high, std::uint32_t low) {
+  return __uint_as_float(((high - (low >> 15U)) << 16U) | low);
+}
+
+/// Where the values of a piece lie: as floats, with copies in bf16 or without,
+struct WholeValues {
+  float* p;     // of the piece
+  Bf16* typed;  // or null
+
+  __device__ __forceinline__ void load(int i, float (&x)[4]) const { load4(p + i, x); }
+  __device__ __forceinline__ void store(int i, const float (&x)[4]) const {
+    store4(p + i, x);
+    if (typed != nullptr) store4(typed + i, x);
+  }
+  __device__ __forceinline__ float load(int i) const { return p[i]; }
+  __device__ __forceinline__ void store(int i, float x) const {
+    p[i] = x;
+    if (typed != nullptr) typed[i] = __float2bfloat16(x);
+  }
+};
+
+/// or split.
+struct SplitValues {
+  std::uint16_t* high;
+  std::uint16_t* low;
+
+  __device__ __forceinline__ void load(int i, float (&x)[4]) const {
+    const uint2 h = *reinterpret_cast<const uint2*>(high + i);
+    const uint2 l = *reinterpret_cast<const uint2*>(low + i);
+    x[0] = joined(h.x & 0xffffU, l.x & 0xffffU);
+    x[1] = joined(h.x >> 16U, l.x >> 16U);
+    x[2] = joined(h.y & 0xffffU, l.y & 0xffffU);
+    x[3] = joined(h.y >> 16U, l.y >> 16U);
+  }
+  __device__ __forceinline__ void store(int i, const float (&x)[4]) const {
+    std::uint32_t h[4], l[4];
+    for (int j = 0; j < 4; ++j) split(x[j], h[j], l[j]);
+    *reinterpret_cast<uint2*>(high + i) = {h[0] | h[1] << 16U, h[2] | h[3] << 16U};
+    *reinterpret_cast<uint2*>(low + i) = {l[0] | l[1] << 16U, l[2] | l[3] << 16U};
+  }
+  __device__ __forceinline__ float load(int i) const { return joined(high[i], low[i]); }
+  __device__ __forceinline__ void store(int i, float x) const {
+    std::uint32_t h, l;
+    split(x, h, l);
+    high[i] = static_cast<std::uint16_t>(h);
+    low[i] = static_cast<std::uint16_t>(l);
+  }
+};
+
+template <typename Values>
+__device__ __forceinline__ void update_piece(const AdamWArgs& a, const StepFactors& f,
+                                             const Piece& piece, const Values& values) {
   const float decay = piece.decay != 0 ? f.decay : 1.0F;
-  Bf16* const typed = static_cast<Bf16*>(a.typed);
   const int quads = piece.size / 4;
 #pragma unroll 2
   for (int i = static_cast<int>(threadIdx.x); i < quads; i += kThreads) {
     const std::int64_t at = piece.first + 4 * i;
     float p[4], g[4], m[4], v[4];
-    load4(a.p + at, p);
+    values.load(4 * i, p);
     load4(a.g + at, g);
     load4(a.m + at, m);
     load4(a.v + at, v);
     for (int j = 0; j < 4; ++j) update(f, decay, g[j], p[j], m[j], v[j]);
-    store4(a.p + at, p);
+    values.store(4 * i, p);
     store4(a.m + at, m);
     store4(a.v + at, v);
-    if (typed != nullptr) store4(typed + at, p);
   }
   const int rest = 4 * quads + static_cast<int>(threadIdx.x);
   if (rest >= piece.size) return;
   const std::int64_t at = piece.first + rest;
-  update(f, decay, a.g[at], a.p[at], a.m[at], a.v[at]);
-  if (typed != nullptr) typed[at] = __float2bfloat16(a.p[at]);
+  float p = values.load(rest);
+  update(f, decay, a.g[at], p, a.m[at], a.v[at]);
+  values.store(rest, p);
+}
+
+__global__ void adamw_kernel(AdamWArgs a) {
+  const StepFactors f = *a.factors;
+  if (f.apply == 0) return;
+  const Piece piece = a.pieces[blockIdx.x];
+  if (piece.value < 0) {
+    update_piece(
+        a, f, piece,
+        SplitValues{static_cast<std::uint16_t*>(a.typed) + piece.first, a.low + piece.first});
+  } else {
+    Bf16* const typed = a.typed == nullptr ? nullptr : static_cast<Bf16*>(a.typed) + piece.first;
+    update_piece(a, f, piece, WholeValues{a.p + piece.value, typed});
+  }
+}
+
+__global__ void split_kernel(const float* p, std::int64_t count, std::uint16_t* high,
+                             std::uint16_t* low) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < count) SplitValues{high + i, low + i}.store(0, p[i]);
+}
+__global__ void join_kernel(const std::uint16_t* high, const std::uint16_t* low, std::int64_t count,
+                            float* p) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < count) p[i] = joined(high[i], low[i]);
 }
 
 __global__ void to_bf16_kernel(const float* p, std::int64_t quads, Bf16* typed) {
@@ -216,6 +296,18 @@ void adamw(const AdamWArgs& args) {
 void to_bf16(const float* p, std::int64_t count, void* typed, cudaStream_t stream) {
   launch(to_bf16_kernel, blocks_for(count / 4, kThreads), kThreads, 0, stream, p, count / 4,
          static_cast<Bf16*>(typed));
+}
+
+void split_floats(const float* p, std::int64_t count, void* typed, std::uint16_t* low,
+                  cudaStream_t stream) {
+  launch(split_kernel, blocks_for(count, kThreads), kThreads, 0, stream, p, count,
+         static_cast<std::uint16_t*>(typed), low);
+}
+
+void join_floats(const void* typed, const std::uint16_t* low, std::int64_t count, float* p,
+                 cudaStream_t stream) {
+  launch(join_kernel, blocks_for(count, kThreads), kThreads, 0, stream,
+         static_cast<const std::uint16_t*>(typed), low, count, p);
 }
 
 void count_experts(const CountArgs& args) {

@@ -147,6 +147,7 @@ struct Piece {
   std::int64_t first;  ///< A multiple of 4.
   std::int32_t size;
   std::int32_t decay;  ///< 1: weight decay is for it.
+  std::int64_t value;  ///< Where its values are in AdamWArgs::p; -1: split, in typed and low.
 };
 inline constexpr std::int64_t kPiece = 16 << 10;
 
@@ -192,22 +193,30 @@ struct AdamWArgs {
   std::int64_t num_normed;     ///< The first ones, whose squares are summed here;
   const float* rank_totals{};  ///< those of the others lie here, of all ranks; or null.
   int num_ranks = 1;
-  float* p;  ///< Master values and moments, by Piece::first.
-  const float* g;
+  float* p;        ///< Master values, by Piece::value,
+  const float* g;  ///< and the others by Piece::first.
   float* m;
   float* v;
-  void* typed;  ///< bf16 copies of p; or null.
+  void* typed;         ///< bf16 copies of p, or what split_floats() makes of it; or null.
+  std::uint16_t* low;  ///< What these lack of values that are split; or null: none is.
   const StepInputs* inputs;
   StepFactors* factors;
   double* sums;  ///< [num_pieces] to work in.
   cudaStream_t stream;
 };
 /// The step of optimizer.hpp: norm, clipping, factors and update, in three launches. By bytes: 28
-/// a parameter, 2 for its copy, 4 for the norm. Over ranks `num_normed` pieces are those of tensors
-/// that all have alike.
+/// a parameter, split or not, 2 for a copy, 4 for the norm. Over ranks `num_normed` pieces are
+/// those of tensors that all have alike.
 void adamw(const AdamWArgs& args);
 /// typed = p in bf16. @param count  A multiple of 4.
 void to_bf16(const float* p, std::int64_t count, void* typed, cudaStream_t stream);
+/// p as the nearest bf16 number, halves away from zero, and the lower 16 bits of p, whose highest
+/// one says which way that was: all of its bits in four bytes. A NaN becomes a quiet one.
+void split_floats(const float* p, std::int64_t count, void* typed, std::uint16_t* low,
+                  cudaStream_t stream);
+/// The way back.
+void join_floats(const void* typed, const std::uint16_t* low, std::int64_t count, float* p,
+                 cudaStream_t stream);
 
 struct CountArgs {
   const std::int32_t* expert;  ///< [assignments]; -1: none.

@@ -1,6 +1,9 @@
 // A model's loss, optimiser and counts on a GPU, each against plain loops in double.
 #include <algorithm>
+#include <bit>
+#include <cmath>
 
+#include "core/half.hpp"
 #include "models/gpu/stages.hpp"
 #include "tests/cuda/models/typed.hpp"
 
@@ -98,8 +101,103 @@ void step_in_double(Moments& s, const std::vector<float>& g, const std::vector<P
   }
 }
 
+/// A bf16 number as the nearest of p, halves away from zero, and what it lacks.
+std::uint16_t rounded_away(float p) {
+  return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(p) + 0x8000U) >> 16U);
+}
+
+// Fails with: halves to even, which the lower bits cannot tell; a NaN that is rounded to zero.
+TEST(ModelStages, SmallSplitFloatsHaveAllTheirBits) {
+  std::vector<float> p = random_floats(1001, 4, 3);
+  for (const std::uint32_t bits : {0U, 0x80000000U, 0x00008000U, 0x3f808000U, 0x3f818000U,
+                                   0x3f807fffU, 0x3f808001U, 0xbf818000U, 0x7f7f8000U, 0x7f7fffffU,
+                                   0x7f800000U, 0xff800000U, 0x00000001U, 0x8000ffffU}) {
+    p.push_back(std::bit_cast<float>(bits));
+  }
+  p.push_back(std::bit_cast<float>(0x7fffffffU));
+  p.push_back(std::bit_cast<float>(0xff800001U));
+  const DeviceArray<float> from(p), back(p.size());
+  const DeviceArray<std::uint16_t> high(p.size()), low(p.size());
+  split_floats(from.data(), std::ssize(p), high.data(), low.data(), nullptr);
+  join_floats(high.data(), low.data(), std::ssize(p), back.data(), nullptr);
+  const std::vector<float> have = back.get();
+  const std::vector<std::uint16_t> upper = high.get();
+  for (std::size_t i = 0; i < p.size(); ++i) {
+    if (std::isnan(p[i])) {
+      EXPECT_TRUE(std::isnan(have[i]));
+      EXPECT_TRUE(std::isnan(bf16_to_float(upper[i])));
+      continue;
+    }
+    EXPECT_EQ(std::bit_cast<std::uint32_t>(have[i]), std::bit_cast<std::uint32_t>(p[i])) << p[i];
+    EXPECT_EQ(upper[i], rounded_away(p[i])) << p[i];
+  }
+}
+
+TEST(ModelStages, SmallStepsOfAdamWHaveTheBitsOfWholeValuesWhereTheyAreSplit) {
+  const std::vector<Piece> whole{
+      {0, 1, 0, 0}, {64, 7, 1, 64}, {128, 16384, 1, 128}, {16512, 513, 0, 16512}};
+  std::vector<Piece> split = whole;
+  split[1].value = split[2].value = -1;
+  split[3].value = 32;
+  constexpr std::int64_t kSize = 17088;
+  const std::vector<float> p = random_floats(kSize, 1);
+  std::vector<float> of_fourth(kSize);
+  std::copy_n(p.begin() + 16512, 513, of_fourth.begin() + 32);
+  of_fourth[0] = p[0];
+  const DeviceArray<float> p_whole(p), p_split(of_fourth);
+  const std::vector<std::uint16_t> none(at(kSize));
+  const DeviceArray<std::uint16_t> high(none), low(none);
+  const Typed copy(true, kSize);
+  split_floats(p_whole.data(), kSize, high.data(), low.data(), nullptr);
+  const DeviceArray<StepInputs> inputs(std::vector<StepInputs>{{.learning_rate = 0.01,
+                                                                .beta1 = 0.9,
+                                                                .beta2 = 0.95,
+                                                                .epsilon = 1e-8,
+                                                                .weight_decay = 0.1,
+                                                                .clip = 1}});
+  const DeviceArray<float> back(kSize);
+  const std::vector<float> zeros(kSize);
+  const DeviceArray<float> m[2] = {DeviceArray<float>(zeros), DeviceArray<float>(zeros)};
+  const DeviceArray<float> v[2] = {DeviceArray<float>(zeros), DeviceArray<float>(zeros)};
+  const DeviceArray<StepFactors> factors[2] = {
+      DeviceArray<StepFactors>(std::vector<StepFactors>(1)),
+      DeviceArray<StepFactors>(std::vector<StepFactors>(1))};
+  const DeviceArray<double> sums(whole.size());
+  const DeviceArray<Piece> pieces[2] = {DeviceArray<Piece>(whole), DeviceArray<Piece>(split)};
+  for (unsigned step = 1; step <= 3; ++step) {
+    const DeviceArray<float> g(random_floats(kSize, step));
+    for (const int n : {0, 1}) {
+      adamw({.pieces = pieces[n].data(),
+             .num_pieces = std::ssize(whole),
+             .num_normed = std::ssize(whole),
+             .p = n == 0 ? p_whole.data() : p_split.data(),
+             .g = g.data(),
+             .m = m[n].data(),
+             .v = v[n].data(),
+             .typed = n == 0 ? copy.data() : static_cast<void*>(high.data()),
+             .low = n == 0 ? nullptr : low.data(),
+             .inputs = inputs.data(),
+             .factors = factors[n].data(),
+             .sums = sums.data(),
+             .stream = nullptr});
+    }
+    join_floats(high.data(), low.data(), kSize, back.data(), nullptr);
+    const std::vector<float> want = p_whole.get(), joined = back.get(), rest = p_split.get();
+    const std::vector<std::uint16_t> upper = high.get();
+    EXPECT_EQ(rest[0], want[0]);
+    for (std::int64_t i = 0; i < 513; ++i) ASSERT_EQ(rest[at(32 + i)], want[at(16512 + i)]) << i;
+    for (std::int64_t i = 64; i < 16512; ++i) {
+      ASSERT_EQ(joined[at(i)], want[at(i)]) << i;
+      ASSERT_EQ(upper[at(i)], rounded_away(want[at(i)])) << i;
+    }
+    EXPECT_EQ(m[1].get(), m[0].get());
+    EXPECT_EQ(v[1].get(), v[0].get());
+  }
+}
+
 TEST(ModelStages, SmallStepsOfAdamWAreThoseInDoubleAndNothingMovesWhereTheNormIsNotFinite) {
-  const std::vector<Piece> pieces{{0, 1, 0}, {64, 7, 1}, {128, 16384, 1}, {16512, 513, 0}};
+  const std::vector<Piece> pieces{
+      {0, 1, 0, 0}, {64, 7, 1, 64}, {128, 16384, 1, 128}, {16512, 513, 0, 16512}};
   constexpr std::int64_t kSize = 17088;
   const StepInputs inputs{.learning_rate = 0.01,
                           .beta1 = 0.9,
@@ -125,6 +223,7 @@ TEST(ModelStages, SmallStepsOfAdamWAreThoseInDoubleAndNothingMovesWhereTheNormIs
            .m = m.data(),
            .v = v.data(),
            .typed = copy.data(),
+           .low = nullptr,
            .inputs = device_inputs.data(),
            .factors = factors.data(),
            .sums = sums.data(),
@@ -206,7 +305,8 @@ TEST(ModelStages, SmallTotalsOfRanksAreExactAndMakeTheNorm) {
   const std::vector<float> g = {3, 4, 0, 0};
   const DeviceArray<float> p(std::vector<float>(4)), m(std::vector<float>(4)),
       v(std::vector<float>(4)), device_g(g);
-  const DeviceArray<Piece> pieces(std::vector<Piece>{{.first = 0, .size = 2, .decay = 0}});
+  const DeviceArray<Piece> pieces(
+      std::vector<Piece>{{.first = 0, .size = 2, .decay = 0, .value = 0}});
   const DeviceArray<StepInputs> inputs(std::vector<StepInputs>{{.learning_rate = 0,
                                                                 .beta1 = 0.9,
                                                                 .beta2 = 0.9,
@@ -225,6 +325,7 @@ TEST(ModelStages, SmallTotalsOfRanksAreExactAndMakeTheNorm) {
          .m = m.data(),
          .v = v.data(),
          .typed = nullptr,
+         .low = nullptr,
          .inputs = inputs.data(),
          .factors = factors.data(),
          .sums = own_sums.data(),
