@@ -40,8 +40,8 @@ enum class Recompute : std::uint8_t {
 /// experts, N*(c*H + 8*K) + 8*R*R. On CUDA S is what the layout has room for, as only the device
 /// knows how many rows there are, and over ranks it is R*max_tokens*c*H + 8*R*R that came. Losses
 /// of G groups of tokens: G*(28*E + 8*D) + 72. A gating residual: 4*T*E, the logits of the layer
-/// before. A chain keeps as much for each iteration, and has no logits(), losses() or counts()
-/// here.
+/// before. A chain keeps as much for each iteration, 8*G*E + 56 for what their losses() and
+/// counts() come to, and has no logits() here.
 class SavedForward {
  public:
   explicit SavedForward(Recompute recompute = Recompute::kNone);

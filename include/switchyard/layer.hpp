@@ -130,7 +130,8 @@ struct LayerOptions {
   int num_threads = 1;
   /// Of any router with logits: a forward that saves has their values (SavedForward::losses()),
   /// backward() adds their gradient at the logits. Over ranks, on a CPU, each rank's are of its own
-  /// tokens; with LossScope::kGlobal backward() goes by the counts of all ranks.
+  /// tokens; with LossScope::kGlobal backward() goes by the counts of all ranks. A chain's losses
+  /// are sums over its iterations, each of its own routing; kGlobal over ranks alone.
   LossConfig losses{};
   DeviceEngine device_engine = DeviceEngine::kAuto;  ///< CUDA: between ranks.
   std::function<void(double)> progress{};            ///< While weights load; may be empty.

@@ -97,7 +97,7 @@ void check_backward(const BackwardArgs& args, const LayerConfig& config, const L
   using Use = SavedForward::State::Use;
   require(saved.use != Use::kUsed, "a backward has used this saved forward already");
   require(saved.use == Use::kReady, "no forward has filled this saved forward");
-  check_chain_call(args, config.router);
+  check_chain_call(args, config.router, losses, over_ranks);
   const std::int64_t hidden = config.experts.hidden;
   require_shape("dout", args.dout, saved.num_tokens, hidden);
   require_float("dout", args.dout.dtype);

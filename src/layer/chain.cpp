@@ -9,6 +9,7 @@
 #include "experts/raw_matrix.hpp"
 #include "layer/add_up.hpp"
 #include "layer/saved_forward.hpp"
+#include "layer/saved_losses.hpp"
 
 namespace switchyard {
 namespace {
@@ -63,7 +64,10 @@ class ChainLayer final : public LayerRunner {
       each.tokens = next.data == nullptr ? raw(x) : next;
       each.tokens_stay = false;
     }
-    if (saved != nullptr) saved->use = SavedForward::State::Use::kReady;
+    if (saved != nullptr) {
+      add_up_losses(*saved);
+      saved->use = SavedForward::State::Use::kReady;
+    }
     const bool under_way = sums_->bring(out, args.out);
     if (under_way || record != nullptr) check();
     if (under_way) sums_->finish();
@@ -102,6 +106,7 @@ class ChainLayer final : public LayerRunner {
       behind = raw(dx);
       each.dout = next.data == nullptr ? raw(dx) : next;
     }
+    add_up_losses(saved);  // of kGlobal by the counts of all now
   }
 
   void reload_experts() override { layer_->reload_experts(); }
@@ -122,6 +127,22 @@ class ChainLayer final : public LayerRunner {
     saved.routed = true;
     while (std::ssize(saved.iterations) < chain_.iterations) {
       saved.iterations.emplace_back(saved.recompute);
+    }
+  }
+
+  void add_up_losses(SavedForward::State& saved) const {
+    for (std::int32_t c = 0; c < chain_.iterations; ++c) {
+      SavedForward::State& part = saved.iterations[static_cast<std::size_t>(c)].state();
+      if (part.losses.values.data == nullptr) return;
+      if (saved.losses.values.data == nullptr) {
+        saved.losses = room_for_chain_losses(part);
+        saved.bytes += 8 * (saved.losses.values.size() + saved.losses.sums.counts.size());
+      }
+      sums_->add({.values = part.losses.values,
+                  .counts = part.losses.sums.counts,
+                  .to = saved.losses.values,
+                  .to_counts = saved.losses.sums.counts,
+                  .first = c == 0});
     }
   }
 
@@ -201,15 +222,6 @@ std::unique_ptr<LayerRunner> make_chain_layer(std::unique_ptr<LayerRunner> layer
   return std::make_unique<ChainLayer>(std::move(layer), chain, std::move(sums), counts_at_once);
 }
 
-void check_chain(const RouterConfig& router, const LayerOptions& options) {
-  if (!router.is_chain()) return;
-  if (options.losses.any()) {
-    fail(ErrorCode::kUnsupported,
-         "losses of a layer are of one routing, and the router chain has iterations={} of them",
-         router.chain.iterations);
-  }
-}
-
 void check_chain_call(const ForwardArgs& args, const RouterConfig& router) {
   if (!router.is_chain()) return;
   require(args.expert.data == nullptr && args.weight.data == nullptr,
@@ -221,11 +233,22 @@ void check_chain_call(const ForwardArgs& args, const RouterConfig& router) {
           router.chain.iterations);
 }
 
-void check_chain_call(const BackwardArgs& args, const RouterConfig& router) {
+void check_chain_call(const BackwardArgs& args, const RouterConfig& router,
+                      const LossConfig& losses, bool over_ranks) {
   if (!router.is_chain()) return;
+  const std::int32_t iterations = router.chain.iterations;
   require(args.dlogits.data == nullptr && args.dweight.data == nullptr,
           "dlogits or dweight are given, but the router chain has iterations={} routings",
-          router.chain.iterations);
+          iterations);
+  require(args.loss_counts.data == nullptr,
+          "loss_counts are given, but the router chain has those of iterations={} routings, which "
+          "ranks add up by themselves",
+          iterations);
+  require(
+      !losses.any() || losses.scope != LossScope::kGlobal || over_ranks,
+      "losses of scope global and the router chain on one rank: nobody has the counts of others "
+      "for each of iterations={}; want another scope",
+      iterations);
 }
 
 }  // namespace switchyard

@@ -15,10 +15,10 @@ std::unique_ptr<LayerRunner> make_chain_layer(std::unique_ptr<LayerRunner> layer
                                               const ChainConfig& chain,
                                               std::unique_ptr<ChainSums> sums, bool counts_at_once);
 
-/// What a chain asks of how its layer runs. @throws Error{kInvalidArgument}, {kUnsupported}.
-void check_chain(const RouterConfig& router, const LayerOptions& options);
 /// Of a call, and of its backward: what has no meaning with as many routings as iterations.
+/// @throws Error{kInvalidArgument}.
 void check_chain_call(const ForwardArgs& args, const RouterConfig& router);
-void check_chain_call(const BackwardArgs& args, const RouterConfig& router);
+void check_chain_call(const BackwardArgs& args, const RouterConfig& router,
+                      const LossConfig& losses, bool over_ranks);
 
 }  // namespace switchyard

@@ -45,6 +45,16 @@ class ChainSums {
   virtual void finish() = 0;
   /// Reports "residual".
   virtual void add(const Sum& sum) = 0;
+  /// Values and counts of the losses of one iteration are added to those of a chain, or, of the
+  /// first, are these.
+  struct LossSum {
+    Vector<const double> values{};
+    Matrix<const std::int64_t> counts{};  ///< [G, E].
+    Vector<double> to{};
+    Matrix<std::int64_t> to_counts{};
+    bool first = false;
+  };
+  virtual void add(const LossSum& sum) = 0;
   /// Sets so many bytes to 0.
   virtual void clear(void* from, std::size_t bytes) = 0;
 

@@ -254,7 +254,6 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
   check_options(options, communicator);
   check_router(model.config.router, model.config.experts.hidden, options);
   check_places(model.config, options);
-  check_chain(model.config.router, options);
   state_->options = options;
   const ZeroComputationExperts& others = model.config.router.zero_computation;
   if (others.tau > 0) {

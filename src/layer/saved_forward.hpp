@@ -27,6 +27,7 @@ class SavedMemory {
     kSent,
     kLosses,
     kLossWorkspace,  ///< CUDA: zero between calls.
+    kChainLosses,    ///< Of a chain's first iteration: what those of all come to.
     kParts
   };
 
@@ -76,7 +77,8 @@ struct SavedForward::State {
     std::uint64_t recoveries = 0;   ///< Of the ranks, until then.
   } received;
 
-  /// Of a chain: what each of its iterations keeps, and nothing of the above.
+  /// Of a chain: what each of its iterations keeps, and nothing of the above but values and counts
+  /// of losses, which are sums.
   std::vector<SavedForward> iterations;
 
   std::unique_ptr<SavedMemory> memory;

@@ -87,11 +87,23 @@ LossBytes most_loss_bytes(const LossConfig& config, std::int64_t num_tokens,
   const std::int64_t groups = config.scope == LossScope::kSequence
                                   ? std::max<std::int64_t>(1, num_tokens / config.sequence_length)
                                   : 1;
-  LossBytes bytes{.sums = bytes_to_prices(config, groups, num_experts) + 4 * groups * num_experts};
+  LossBytes bytes{.sums = bytes_to_prices(config, groups, num_experts) + 4 * groups * num_experts,
+                  .of_chain = 8 * (kLossValues + groups * num_experts)};
 #ifdef SWITCHYARD_WITH_CUDA
   bytes.workspace = routing_sums_workspace_bytes(groups, num_experts, config.devices);
 #endif
   return bytes;
+}
+
+SavedForward::State::Losses room_for_chain_losses(SavedForward::State& part) {
+  const auto [groups, num_experts] = part.losses.sums.counts.shape;
+  Pieces pieces(
+      part.room<std::byte>(SavedMemory::kChainLosses, 1, 8 * (kLossValues + groups * num_experts))
+          .data);
+  SavedForward::State::Losses sums;
+  sums.values = pieces.vector<double>(kLossValues);
+  sums.sums.counts = pieces.matrix<std::int64_t>(groups, num_experts);
+  return sums;
 }
 
 void route_with_losses(const RouteAtOnceArgs& args, const LossConfig& config,

@@ -12,8 +12,8 @@ namespace {
 
 /// Routers whose choice for a token is a function of that token, and whose state, if any, moves by
 /// counts.
-constexpr std::string_view kRouters[] = {"top-k",       "switch", "gshard",
-                                         "noisy-top-k", "v-moe",  "hash"};
+constexpr std::string_view kRouters[] = {"top-k", "switch", "gshard", "noisy-top-k",
+                                         "v-moe", "hash",   "chain"};
 
 }  // namespace
 

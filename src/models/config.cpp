@@ -53,6 +53,10 @@ void check_experts(const ModelConfig& config) {
   require(config.bias_rate == 0 ||
               (layer.router.is_top_k() && layer.router.as_top_k().score != Score::kSparseMixer),
           "bias_rate={}: the router {} takes no selection bias", config.bias_rate, kind);
+  require(config.bias_rate == 0 || !layer.router.is_chain(),
+          "bias_rate={}: nobody moves the biases of the {} gates of the router {}; want losses, "
+          "balance=0.01 say",
+          config.bias_rate, layer.router.num_gates(), kind);
   require(config.losses.scope != LossScope::kGlobal,
           "losses of scope global want counts of other ranks; a model is on one");
   require(!config.losses.any() || takes_losses(config),
@@ -66,9 +70,6 @@ void check_experts(const ModelConfig& config) {
           "drop_policy=reroute: nothing says which expert is the next best of the router {} but "
           "scores of top-k",
           config.router);
-  require(!layer.router.is_chain(),
-          "the router {}: a layer of a model has one gate, and this one a gate for each iteration",
-          kind);
   require(!layer.router.is_variable() || !config.capacity_factor,
           "capacity_factor={}: the router {} gives a token any number of experts",
           config.capacity_factor.value_or(0), kind);
@@ -89,6 +90,11 @@ void check_adapters(const ModelConfig& config) {
   require(adapters.kind != PerftKind::kEmbedded || adapters.num_adapters == config.experts,
           "adapters: num_adapters={} of kind embedded, want the {} of the model's experts",
           adapters.num_adapters, config.experts);
+  require(
+      adapters.kind != PerftKind::kEmbedded || !layer_config(config).router.is_chain(),
+      "adapters of kind embedded have the routing of their layer, and the router {} has one for "
+      "each iteration",
+      config.router);
   require(adapters.kind != PerftKind::kRouted ||
               (adapters.top_k >= 1 && adapters.top_k <= adapters.num_adapters),
           "adapters: top_k={}, want 1 to num_adapters={}", adapters.top_k, adapters.num_adapters);
@@ -118,12 +124,13 @@ LayerCounts count_layer(const ModelConfig& config, std::int32_t l) {
   const std::int64_t shared = 3 * hidden * config.shared_inner + (config.shared_gated ? hidden : 0);
   std::int64_t gate = 0;
   if (router.has_logits()) {
-    gate = router.num_logits() * router.network.features(hidden) + router.network.size(hidden);
+    gate = router.num_gates() * router.num_logits() * router.network.features(hidden) +
+           router.network.size(hidden);
   }
   if (router.noise.kind == RouterNoise::Kind::kLearned) gate += router.num_logits() * hidden;
   const std::int64_t each = 3 * hidden * config.inner;
   counts.all += config.experts * each + shared + gate;
-  counts.active += config.top_k * each + shared + gate;
+  counts.active += config.top_k * each + router.num_gates() * shared + gate;
   if (config.adapters) {
     const PerftConfig adapters = perft_config(config);
     const std::int64_t one = 2 * adapters.rank * hidden;
@@ -220,7 +227,7 @@ std::optional<std::int32_t> taken_top_k(const ModelConfig& config) {
   if (config.first_dense == config.layers) return std::nullopt;
   const RouterConfig router = layer_config(config).router;
   if (router.is_variable() || router.num_logits() > router.num_experts) return std::nullopt;
-  return router.top_k();
+  return router.num_gates() * router.top_k();
 }
 
 double expert_flops(const ModelConfig& config, std::int32_t layer) {
@@ -249,7 +256,8 @@ ModelCounts count(const ModelConfig& config) {
     }
     experts += static_cast<double>(layer.all);
     const std::int64_t rows = config.is_dense(l) ? config.dense_inner : config.top_k * config.inner;
-    kept += static_cast<double>(2 * (rows + (config.is_dense(l) ? 0 : config.shared_inner)));
+    const std::int64_t times = config.is_dense(l) ? 0 : layer_config(config).router.num_gates();
+    kept += static_cast<double>(2 * (rows + times * config.shared_inner));
   }
   const auto width = static_cast<double>(config.head_dim);
   const double heads = static_cast<double>(config.heads), kv_heads = config.kv_heads;
@@ -273,10 +281,12 @@ ModelCounts count(const ModelConfig& config) {
   const auto inner = static_cast<double>(std::max(config.inner * config.top_k, config.dense_inner));
   // Of a network of the router: what each layer keeps, and one layer's gradient.
   if (routed_layers > 0) {
-    const RouterNetwork network = layer_config(config).router.network;
-    if (!network.is_linear()) {
-      kept += (routed_layers + 1) * static_cast<double>(network.inner(config.hidden));
+    const RouterConfig router = layer_config(config).router;
+    if (!router.network.is_linear()) {
+      kept += (routed_layers + 1) * static_cast<double>(router.network.inner(config.hidden));
     }
+    // Of a chain: what its iterations but the first take in, and what goes on between them.
+    if (router.is_chain()) kept += routed_layers * (router.num_gates() + 1) * hidden;
   }
   if (config.adapters) {
     // Of each layer the adapters' copy of the input and their dout, sums and rows, as above; of one

@@ -114,7 +114,7 @@ const char* family_of(const ModelConfig& config) {
   const LayerConfig layer = layer_config(config);
   const RouterConfig& router = layer.router;
   if (!router.is_top_k() || router.noise.kind != RouterNoise::Kind::kNone) return nullptr;
-  if (!router.network.is_linear()) return nullptr;
+  if (!router.network.is_linear() || router.is_chain()) return nullptr;
   const TopKRouter& top_k = router.as_top_k();
   if (top_k.score != Score::kSoftmax || top_k.scale != 1 || top_k.top_k != config.top_k) {
     return nullptr;

@@ -10,6 +10,24 @@
 #include "switchyard/routing/selection_bias.hpp"
 
 namespace switchyard::models {
+namespace {
+
+/// Of a chain's record, iteration after iteration [C, T, K]: [T, C*K], all of a token together.
+template <typename T>
+std::vector<T> side_by_side(std::vector<T> record, std::int64_t gates, std::int64_t num_tokens) {
+  if (gates == 1 || record.empty()) return record;
+  const std::int64_t each = std::ssize(record) / (gates * num_tokens);
+  std::vector<T> out(record.size());
+  for (std::int64_t c = 0; c < gates; ++c) {
+    for (std::int64_t t = 0; t < num_tokens; ++t) {
+      std::copy_n(record.begin() + (c * num_tokens + t) * each, each,
+                  out.begin() + (t * gates + c) * each);
+    }
+  }
+  return out;
+}
+
+}  // namespace
 
 MoeBlock::MoeBlock(const ModelConfig& config, const ModelOptions& options,
                    const Parameters& parameters, std::int32_t layer, ThreadPool* threads)
@@ -32,7 +50,7 @@ LayerModel MoeBlock::layer_model() const {
   const Parameters& p = *parameters_;
   LayerModel model{.config = what_};
   const RouterNetwork& network = what_.router.network;
-  const std::int64_t rows = what_.router.num_logits();
+  const std::int64_t rows = std::int64_t{what_.router.num_gates()} * what_.router.num_logits();
   model.gate =
       parameter(p.value(tensors_.gate), rows * network.features(config_.hidden), Backend::kCpu);
   model.router_network =
@@ -124,13 +142,18 @@ void MoeBlock::forward(const BlockCall& call, Matrix<float> out) {
 }
 
 bool MoeBlock::ask(const RoutingHook& hook, ForwardArgs& args) {
-  const std::int64_t top_k = what_.router.top_k(), num_tokens = args.tokens.rows;
-  routing_ = {.layer = layer_,
-              .num_experts = what_.router.num_experts,
-              .top_k = top_k,
-              .expert = std::move(record_.expert),
-              .weight = std::move(record_.weight)};
+  const std::int64_t gates = what_.router.num_gates(), num_tokens = args.tokens.rows;
+  const std::int64_t top_k = gates * what_.router.top_k();
+  routing_ = {.layer = layer_, .num_experts = what_.router.num_experts, .top_k = top_k};
+  routing_.expert = side_by_side(std::move(record_.expert), gates, num_tokens);
+  routing_.weight = side_by_side(std::move(record_.weight), gates, num_tokens);
   if (!hook(routing_)) return false;
+  if (gates > 1) {
+    fail(ErrorCode::kUnsupported,
+         "the hook has changed the routing of layer {}: the router chain decides in each of {} "
+         "iterations by what the one before has made",
+         layer_, gates);
+  }
   const auto size = static_cast<std::size_t>(num_tokens * top_k);
   require(routing_.expert.size() == size && routing_.weight.size() == size,
           "the hook of layer {} has left {} experts and {} weights, want [{}, {}]", layer_,
@@ -152,7 +175,8 @@ ExpertGradients MoeBlock::gradients(std::int64_t w13, std::int64_t w2) const {
 void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale, bool accumulate) {
   const auto [num_tokens, hidden] = dout.shape;
   const Parameters& p = *parameters_;
-  const std::int64_t num_logits = what_.router.num_logits();
+  const std::int64_t num_logits =
+      std::int64_t{what_.router.num_gates()} * what_.router.num_logits();
   BackwardArgs args{
       .saved = &saved_,
       .dout = raw(dout.data, num_tokens, hidden),
@@ -200,7 +224,8 @@ double MoeBlock::take_stats(RoutingStats& stats) {
     value += coefficient * l1.value;
   }
   stats = {.layer = layer_,
-           .tokens = std::ssize(record_.expert) / std::max(1, what_.router.top_k()),
+           .tokens = std::ssize(record_.expert) /
+                     std::max(1, what_.router.num_gates() * what_.router.top_k()),
            .counts = record_.counts,
            .counts_kept = record_.counts_kept,
            .losses = losses};

@@ -144,10 +144,13 @@ void Parameters::add_experts(const std::string& prefix, LayerTensors& layer) {
   const std::int64_t hidden = config_.hidden;
   if (router.has_logits()) {
     const RouterNetwork& network = router.network;
-    // Under another name: who does not know the network finds no gate.
-    layer.gate = add(prefix + (network.is_linear() ? "gate.weight" : "gate.network.out.weight"),
-                     {router.num_logits(), network.features(hidden)}, Group::kRouter,
-                     {.deviation = kDeviation});
+    // Under another name: who does not know the network, or the chain, finds no gate.
+    const char* const name = router.is_chain()     ? "gate.iterations.weight"
+                             : network.is_linear() ? "gate.weight"
+                                                   : "gate.network.out.weight";
+    layer.gate =
+        add(prefix + name, {router.num_gates() * router.num_logits(), network.features(hidden)},
+            Group::kRouter, {.deviation = kDeviation});
     if (!network.is_linear()) layer.network = add_network(prefix + "gate.network.", network);
   }
   if (router.noise.kind == RouterNoise::Kind::kLearned) {

@@ -140,6 +140,67 @@ TEST(Chain, AnIterationDrawsAsALayerOfItsOwn) {
   EXPECT_EQ(layer.rows_used(), 3 * kTokens * 2);
 }
 
+/// The layers of the iterations by hand, each with its own losses: forward, then back.
+TEST(Chain, LossesAreThoseOfEachIterationAndTheirSums) {
+  const Problem problem = problem_of(chain_of("chain:iterations=3,top-k=2"));
+  const LayerOptions options{.losses = {.balance = 0.5, .z = 0.25}};
+  constexpr double kScale = 0.5;
+  std::vector<float> x = random_floats(kTokens * kHidden, 6);
+  std::vector<float> dx = random_floats(kTokens * kHidden, 7);
+  std::vector<float> out(x.size()), dtokens(x.size()), dgate(at(3 * kExperts * kHidden));
+  MoeLayer layer(problem.model, options);
+  SavedForward saved;
+  layer.forward({.tokens = raw(x), .out = raw(out), .saved = &saved});
+  const std::vector<double> values(saved.losses().data, saved.losses().data + kLossValues);
+  const Matrix<const std::int64_t> counts = saved.counts();
+  ASSERT_EQ(counts.size(), kExperts);
+  const std::vector<std::int64_t> all(counts.data, counts.data + kExperts);
+  BackwardArgs back{
+      .saved = &saved, .dout = raw(dx), .loss_scale = kScale, .dtokens = raw(dtokens)};
+  back.dgate = raw(dgate);
+  layer.backward(back);
+  EXPECT_EQ(values, std::vector<double>(saved.losses().data, saved.losses().data + kLossValues));
+
+  std::vector<MoeLayer> layers;
+  std::vector<SavedForward> kept(3);
+  std::vector<double> sums(at(kLossValues));
+  std::vector<std::int64_t> summed(at(kExperts));
+  for (std::int32_t c = 0; c < 3; ++c) {
+    MoeLayer& one = layers.emplace_back(iteration_of(problem.model, c), options);
+    std::vector<float> y(x.size());
+    one.forward({.tokens = raw(x), .out = raw(y), .saved = &kept[at(c)]});
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] += y[i];
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += kept[at(c)].losses().data[i];
+    for (std::size_t e = 0; e < summed.size(); ++e) summed[e] += kept[at(c)].counts().data[e];
+  }
+  EXPECT_EQ(out, x);
+  EXPECT_EQ(values, sums);
+  EXPECT_EQ(all, summed);
+  std::vector<float> of_gates(dgate.size());
+  for (std::int32_t c = 2; c >= 0; --c) {
+    std::vector<float> part(dx.size()), of_gate(at(kExperts * kHidden));
+    BackwardArgs one{
+        .saved = &kept[at(c)], .dout = raw(dx), .loss_scale = kScale, .dtokens = raw(part)};
+    one.dgate = raw(of_gate);
+    layers[at(c)].backward(one);
+    for (std::size_t i = 0; i < dx.size(); ++i) dx[i] += part[i];
+    std::copy(of_gate.begin(), of_gate.end(), of_gates.begin() + c * kExperts * kHidden);
+  }
+  EXPECT_EQ(dtokens, dx);
+  EXPECT_EQ(dgate, of_gates);
+  layer.forward({.tokens = raw(x), .out = raw(out), .saved = &saved});
+  const std::vector<std::int64_t> given(at(kExperts), 1);
+  back.loss_counts = {given.data(), {kExperts}};
+  expect_error(ErrorCode::kInvalidArgument, "loss_counts are given, but the router chain",
+               [&] { layer.backward(back); });
+  MoeLayer global(problem.model, {.losses = {.balance = 1, .scope = LossScope::kGlobal}});
+  global.forward({.tokens = raw(x), .out = raw(out), .saved = &saved});
+  back.loss_counts = {};
+  expect_error(ErrorCode::kInvalidArgument,
+               "losses of scope global and the router chain on one rank",
+               [&] { global.backward(back); });
+}
+
 TEST(Chain, ACheckpointsGateIsThatOfEachIterationUntilTheChainGoes) {
   const Problem problem = problem_of(chain_of("top-k:top-k=2"));
   LayerModel model = problem.model;
@@ -189,8 +250,6 @@ TEST(Chain, WhatDoesNotFitIsRefusedByName) {
   LayerModel model = problem.model;
   model.gate = random_floats(kExperts * kHidden, 1);
   expect_error(bad, "gate has 48 values, want 96", [&] { MoeLayer(model, {}); });
-  expect_error(ErrorCode::kUnsupported, "losses of a layer are of one routing",
-               [&] { MoeLayer(problem.model, {.losses = {.balance = 1}}); });
 
   MoeLayer layer(problem.model, {});
   std::vector<float> tokens = random_floats(kTokens * kHidden, 2);

@@ -235,14 +235,16 @@ class DoubleModel {
                               .dim = dim});
     return in_double::linear(mixed, at(prefix + "o_proj.weight"), heads * dim);
   }
-  Doubles experts(std::int32_t layer, const Doubles& x, const std::string& prefix) {
+  /// What x goes through, by the gate `logits` come of, with shared experts. @param weights  [T, E]
+  /// out.
+  Doubles routed(std::int32_t layer, const Doubles& x, const std::string& prefix,
+                 const Doubles& logits, std::size_t top_k, bool renormalize, Doubles& weights) {
     const auto hidden = static_cast<std::size_t>(config_.hidden);
     const auto count = static_cast<std::size_t>(config_.experts);
-    const auto top_k = static_cast<std::size_t>(config_.top_k);
     const std::size_t tokens = x.size() / hidden;
     Choices choices(tokens);
-    const Doubles logits = in_double::linear(x, at(prefix + "gate.weight"), hidden);
-    Doubles out(x.size()), load(count), mean(count), weights(tokens * count);
+    Doubles out(x.size()), load(count), mean(count);
+    weights.assign(tokens * count, 0);
     double z = 0;
     for (std::size_t t = 0; t < tokens; ++t) {
       Doubles p(logits.begin() + std::ptrdiff_t(t * count),
@@ -256,7 +258,7 @@ class DoubleModel {
       for (std::size_t k = 0; k < top_k; ++k) chosen += p[order[k]];
       for (std::size_t k = 0; k < top_k; ++k) {
         const std::size_t e = order[k];
-        choices[t].emplace_back(e, renormalize_ ? p[e] / chosen : p[e]);
+        choices[t].emplace_back(e, renormalize ? p[e] / chosen : p[e]);
         load[e] += 1.0 / static_cast<double>(tokens * top_k);
       }
       for (std::size_t e = 0; e < count; ++e) mean[e] += p[e] / static_cast<double>(tokens);
@@ -274,16 +276,48 @@ class DoubleModel {
     router_losses += config_.losses.z * z / static_cast<double>(tokens) +
                      config_.losses.balance * static_cast<double>(count) *
                          std::inner_product(load.begin(), load.end(), mean.begin(), 0.0);
-    if (config_.adapters) add(out, adapters(x, prefix + "adapters.", weights));
-    if (config_.shared_inner == 0) return out;
-    Doubles shared = mlp(x, prefix + "shared_expert.");
-    if (config_.shared_gated) {
-      const Doubles gate = in_double::linear(x, at(prefix + "shared_expert_gate.weight"), hidden);
-      for (std::size_t i = 0; i < shared.size(); ++i) {
-        shared[i] /= 1 + std::exp(-gate[i / hidden]);
-      }
+    if (config_.shared_inner > 0) add(out, shared(x, prefix));
+    return out;
+  }
+  Doubles shared(const Doubles& x, const std::string& prefix) {
+    const auto hidden = static_cast<std::size_t>(config_.hidden);
+    Doubles y = mlp(x, prefix + "shared_expert.");
+    if (!config_.shared_gated) return y;
+    const Doubles gate = in_double::linear(x, at(prefix + "shared_expert_gate.weight"), hidden);
+    for (std::size_t i = 0; i < y.size(); ++i) y[i] /= 1 + std::exp(-gate[i / hidden]);
+    return y;
+  }
+  /// x_c = experts by gate c of x_(c-1), with x_(c-1); x_0 behind the last one.
+  Doubles chain(std::int32_t layer, const Doubles& x, const std::string& prefix,
+                const ChainConfig& chain) {
+    const auto hidden = static_cast<std::size_t>(config_.hidden);
+    const auto iterations = static_cast<std::size_t>(chain.iterations);
+    const Doubles& gates = at(prefix + "gate.iterations.weight");
+    const std::size_t each = gates.size() / iterations;
+    const bool renormalize = models::layer_config(config_).router.as_top_k().renormalize;
+    Doubles now = x, weights;
+    for (std::size_t c = 0; c < iterations; ++c) {
+      const Doubles gate(gates.begin() + std::ptrdiff_t(c * each),
+                         gates.begin() + std::ptrdiff_t((c + 1) * each));
+      Doubles next =
+          routed(layer, now, prefix, in_double::linear(now, gate, hidden),
+                 static_cast<std::size_t>(config_.top_k) / iterations, renormalize, weights);
+      if (chain.inner_residual) add(next, now);
+      now = next;
     }
-    add(out, shared);
+    if (chain.outer_residual) add(now, x);
+    return now;
+  }
+  Doubles experts(std::int32_t layer, const Doubles& x, const std::string& prefix) {
+    const auto hidden = static_cast<std::size_t>(config_.hidden);
+    const ChainConfig of = models::layer_config(config_).router.chain;
+    Doubles weights;
+    Doubles out =
+        of.iterations > 0
+            ? chain(layer, x, prefix, of)
+            : routed(layer, x, prefix, in_double::linear(x, at(prefix + "gate.weight"), hidden),
+                     static_cast<std::size_t>(config_.top_k), renormalize_, weights);
+    if (config_.adapters) add(out, adapters(x, prefix + "adapters.", weights));
     return out;
   }
 

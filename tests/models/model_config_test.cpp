@@ -133,7 +133,12 @@ TEST(ModelConfigs, ThatAreWrongAreRefusedByName) {
   bad("router's logits", [](ModelConfig& c) { c.router = "adamoe", c.losses.z = 1; });
   bad("'routerless'",
       [](ModelConfig& c) { c.first_dense = c.layers, c.dense_inner = 8, c.router = "routerless"; });
-  bad("router chain: a layer of a model has one gate", [](ModelConfig& c) { c.router = "chain"; });
+  bad("bias_rate=1: nobody moves the biases of the 2 gates of the router chain",
+      [](ModelConfig& c) { c.router = "chain", c.bias_rate = 1; });
+  bad("adapters of kind embedded have the routing of their layer", [](ModelConfig& c) {
+    c.router = "chain";
+    c.adapters = models::AdapterConfig{.kind = PerftKind::kEmbedded, .num_adapters = c.experts};
+  });
   bad("any number of experts", [](ModelConfig& c) { c.router = "top-p", c.capacity_factor = 1; });
   bad("drop_policy=reroute", [](ModelConfig& c) {
     c.router = "gshard", c.capacity_factor = 1, c.drop_policy = DropPolicy::kReroute;
@@ -163,6 +168,15 @@ TEST(ModelConfigs, CountWhatAModelHas) {
   ModelConfig linear = models::find_preset("smoke").model;
   ModelConfig network = linear;
   network.router = "top-k:network=mlp,width=1000";
+  // Two iterations of one expert are the products of one pass of two, and have a gate more.
+  ModelConfig chain = linear;
+  chain.router = "chain:iterations=2";
+  EXPECT_EQ(models::taken_top_k(chain), linear.top_k);
+  EXPECT_EQ(models::layer_config(chain).router.top_k(), linear.top_k / 2);
+  const std::int64_t gate = linear.layers * linear.experts * linear.hidden;
+  EXPECT_EQ(models::count(chain).parameters, models::count(linear).parameters + gate);
+  EXPECT_EQ(models::count(chain).active, models::count(linear).active + gate);
+  EXPECT_EQ(models::Model(chain).num_parameters(), models::count(chain).parameters);
   EXPECT_EQ(models::count(network).token_bytes - models::count(linear).token_bytes,
             4 * 1000 * (linear.layers + 1));
 }

@@ -89,6 +89,21 @@ TEST(ModelGradient, IsThatOfSharedExpertsAndWeightsThatAreNotRenormalised) {
   expect_gradients(model, Text(1, 29, config.vocabulary), false);
 }
 
+TEST(ModelGradient, IsThatOfChainsWithLossesOfEachIteration) {
+  for (const char* router :
+       {"chain:iterations=2", "chain:iterations=2,inner-residual=no,outer-residual=yes",
+        "chain:iterations=3,top-k=1,outer-residual=yes"}) {
+    SCOPED_TRACE(router);
+    ModelConfig config = small_config();
+    config.router = router;
+    config.top_k = *models::taken_top_k(config);
+    config.shared_inner = 7, config.qk_norm = QkNorm::kNone;
+    config.losses = {.balance = 0.3, .z = 0.05};
+    Model model(config);
+    expect_gradients(model, Text(2, 11, config.vocabulary));
+  }
+}
+
 TEST(ModelGradient, IsThatOfDenseLayersAlone) {
   ModelConfig config = small_config();
   config.first_dense = 2, config.dense_inner = 17, config.experts = 0;
@@ -146,7 +161,7 @@ TEST(ModelGradient, OfAnExpertWithoutTokensIsZeroAndNothingIsLeftThere) {
 TEST(ModelGradient, ReachesTheRouterOfEveryTrainableKind) {
   for (const char* const router :
        {"top-k", "top-k:score=sigmoid", "switch", "gshard", "noisy-top-k", "v-moe", "adamoe",
-        "expert-choice", "expert-threshold", "top-p", "relu"}) {
+        "expert-choice", "expert-threshold", "top-p", "relu", "chain"}) {
     SCOPED_TRACE(router);
     ModelConfig config = small_config();
     config.router = router;
@@ -157,7 +172,7 @@ TEST(ModelGradient, ReachesTheRouterOfEveryTrainableKind) {
     const double loss = step(model, text, &stats);
     EXPECT_TRUE(std::isfinite(loss));
     for (const ParameterTensor& tensor : model.parameters()) {
-      if (!tensor.name.ends_with("mlp.gate.weight")) continue;
+      if (tensor.name.find("mlp.gate.") == std::string::npos) continue;
       float largest = 0;
       for (std::int64_t i = 0; i < tensor.size(); ++i) {
         largest = std::max(largest, std::abs(tensor.gradient[i]));

@@ -122,8 +122,8 @@ void expect_near(const Outcome& got, const Outcome& want, bool bits) {
 }
 
 TEST(ModelOverRanks, HasTheLogitsLossesAndGradientsOfOneRank) {
-  for (const char* const router :
-       {"top-k", "hash", "switch", "gshard", "noisy-top-k", "v-moe", "top-k:score=sigmoid"}) {
+  for (const char* const router : {"top-k", "hash", "switch", "gshard", "noisy-top-k", "v-moe",
+                                   "top-k:score=sigmoid", "chain"}) {
     SCOPED_TRACE(router);
     ModelConfig config = small_config();
     config.router = router;

@@ -65,7 +65,7 @@ void expect_near(const std::vector<nlohmann::json>& got, const std::vector<nlohm
 }
 
 TEST_F(TrainOverRanks, HasTheLossesOfOneRank) {
-  for (const char* const router : {"top-k", "hash", "noisy-top-k"}) {
+  for (const char* const router : {"top-k", "hash", "noisy-top-k", "chain"}) {
     SCOPED_TRACE(router);
     const std::string name = router;
     const auto one = run(run_of_ranks(router), name + "-1", 1);

@@ -121,7 +121,7 @@ TEST_F(Trainer, WhatIsMeasuredBesideStandsInTheLogAndChangesNoBit) {
 }
 
 TEST_F(Trainer, RoutersWithNoiseBiasesAndThresholdsResumeAlikeToo) {
-  for (const char* router : {"top-k", "expert-threshold", "relu", "hash"}) {
+  for (const char* router : {"top-k", "expert-threshold", "relu", "hash", "chain"}) {
     TrainConfig config = small_run();
     config.model.router = router;
     if (config.model.router == "top-k") {

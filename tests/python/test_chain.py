@@ -80,6 +80,37 @@ class Gradients(unittest.TestCase):
         for gradient, wanted in zip(have, want):
             torch.testing.assert_close(gradient.reshape(wanted.shape), wanted, rtol=1e-3, atol=1e-4)
 
+    def test_losses_are_those_of_each_iteration(self):
+        x, gates, w13, w2 = (torch.tensor(t, requires_grad=True) for t in weights(6))
+        rows = gates.detach().reshape(C * E, H).requires_grad_()
+        options = {"trainable": True, "router": sw.Router("chain", num_experts=E, top_k=K, iterations=C)}
+        layer = sw.Layer(rows, w13, w2, losses={"balance": 0.5, "z": 0.25}, **options)
+        plain = sw.Layer(rows, w13, w2, **options)
+        now, counts, balance, z = x, torch.zeros(E, dtype=torch.int64), 0, 0
+        for c in range(C):
+            logits = now @ rows[c * E:(c + 1) * E].T
+            chosen = logits.topk(K).indices
+            share = torch.bincount(chosen.flatten(), minlength=E) / (T * K)
+            balance = balance + E * (share * logits.softmax(-1).mean(0)).sum()
+            z = z + logits.logsumexp(-1).square().mean()
+            counts += torch.bincount(chosen.flatten(), minlength=E)
+            gate, up = torch.einsum("th,tkih->tki", now, w13[chosen]).chunk(2, -1)
+            y = torch.einsum("tki,tkhi->tkh", torch.nn.functional.silu(gate) * up, w2[chosen])
+            now = now + (y * logits.gather(-1, chosen).softmax(-1)[..., None]).sum(1)
+        dy = torch.randn(T, H)
+        y = layer(x)
+        torch.testing.assert_close(y, plain(x))
+        have = torch.autograd.grad(y, (x, rows, w13, w2), dy)
+        want = torch.autograd.grad((now * dy).sum() + 0.5 * balance + 0.25 * z, (x, rows, w13, w2))
+        without = torch.autograd.grad(plain(x), rows, dy)[0]
+        self.assertGreater((have[1] - without).abs().max(), 1e-3)
+        for gradient, wanted in zip(have, want):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-4)
+        losses = layer.losses()
+        for name, wanted in (("balance", balance), ("z", z), ("total", 0.5 * balance + 0.25 * z)):
+            torch.testing.assert_close(losses[name], wanted.detach().double(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer.counts(), counts)
+
     def test_gradients_are_sums_over_all_iterations(self):
         x, gates, w13, w2 = (torch.tensor(t, requires_grad=True) for t in weights(3))
         chain = sw.Chain(gates, w13, w2, top_k=K, trainable=True)

@@ -332,7 +332,7 @@ class Study {
       fmt::print("\n{} run{} in {}, estimate {:+.0f}%\n", done_, done_ == 1 ? "" : "s",
                  human_duration(seconds_), 100 * (expected_ / spent_ - 1));
     } else {
-      fmt::print("\nall runs were done before\n");
+      fmt::print("\n{}\n", stopped_ ? "no run was ended" : "all runs were done before");
     }
     fmt::print("{}\n", printable((place_.directory / kStudyFile).string()));
   }

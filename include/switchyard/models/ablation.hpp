@@ -80,7 +80,7 @@ struct Ablations {
 /// Ablated: every assignment of that expert in that layer goes, as AblatedWeight says; shared
 /// experts stay.
 /// @throws Error{kInvalidArgument}: the vocabulary is not that of the text, the model has no MoE
-///         layer, an option; {kUnsupported}: as Model::evaluate() with a hook.
+///         layer, an option; {kUnsupported}: as Model::evaluate() with a hook; the router chain.
 /// Cost: AblationCost::passes forwards; what a pass changes of a layer is computed twice there.
 [[nodiscard]] Ablations ablate(Model& model, const Text& text, const AblationOptions& options = {});
 

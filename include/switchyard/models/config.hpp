@@ -100,8 +100,8 @@ void check(const ModelConfig& config);
 /// @throws Error{kInvalidArgument}: as check(), by the name of the value.
 [[nodiscard]] PerftConfig perft_config(const ModelConfig& config);
 
-/// Experts a token by the router, where that is one number: what `top_k` should say, by which
-/// operations are counted. None of a model without routed layers.
+/// Experts a token by the router, where that is one number, of a chain in all its iterations: what
+/// `top_k` should say, by which operations are counted. None of a model without routed layers.
 /// @throws Error{kInvalidArgument}: no such router.
 [[nodiscard]] std::optional<std::int32_t> taken_top_k(const ModelConfig& config);
 

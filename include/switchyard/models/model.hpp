@@ -129,7 +129,7 @@ struct StepStats {
 struct LayerRouting {
   std::int32_t layer = 0;              ///< In the model.
   std::int32_t num_experts = 0;        ///< E.
-  std::int64_t top_k = 0;              ///< K: places of a token.
+  std::int64_t top_k = 0;              ///< K: places of a token, of a chain in all iterations.
   std::vector<std::int32_t> expert{};  ///< [T, K] ids; -1 where a token uses fewer than K.
   std::vector<float> weight{};         ///< [T, K].
 
@@ -237,7 +237,8 @@ class Model {
                   Matrix<float> nll);
   /// The same, with `hook` between each MoE layer's router and its experts: the same bits where it
   /// changes nothing. Cost: what it changes is computed twice, that layer's experts alone.
-  /// @throws Error{kUnsupported}: on a GPU, over ranks; {kInvalidArgument}: also a hook that has
+  /// @throws Error{kUnsupported}: on a GPU, over ranks, a hook that changes the routing of a chain;
+  ///         {kInvalidArgument}: also a hook that has
   ///         changed a size or written an id that is none; what it throws itself.
   double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
                   Matrix<float> nll, const RoutingHook& hook);

@@ -55,6 +55,13 @@ class CpuChainSums final : public ChainSums {
       row_ops::narrow(sum.out.dtype, to, sum.out.row(t), n);
     });
   }
+  void add(const LossSum& sum) override {
+    const auto add_all = [&](const auto* from, std::int64_t size, auto* to) {
+      for (std::int64_t i = 0; i < size; ++i) to[i] = sum.first ? from[i] : to[i] + from[i];
+    };
+    add_all(sum.values.data, sum.values.size(), sum.to.data);
+    add_all(sum.counts.data, sum.counts.size(), sum.to_counts.data);
+  }
   void clear(void* from, std::size_t bytes) override { std::memset(from, 0, bytes); }
 
  private:

@@ -26,6 +26,15 @@ struct SumParams {
   DType from_type, whole_type, out_type, next_type;
 };
 
+struct LossParams {
+  const double* values;
+  double* to;
+  const std::int64_t* counts;
+  std::int64_t* to_counts;
+  std::int64_t num_values, num_counts;
+  bool first;
+};
+
 __device__ __forceinline__ void load_quad(const void* from, DType type, std::int64_t quad,
                                           float (&x)[4]) {
   switch (type) {
@@ -65,6 +74,17 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ S
   });
 }
 
+/// Few numbers: a block.
+__global__ void __launch_bounds__(kThreads) loss_kernel(const __grid_constant__ LossParams p) {
+  const auto add_all = [&](const auto* from, std::int64_t size, auto* to) {
+    for (std::int64_t i = threadIdx.x; i < size; i += kThreads) {
+      to[i] = p.first ? from[i] : to[i] + from[i];
+    }
+  };
+  add_all(p.values, p.num_values, p.to);
+  add_all(p.counts, p.num_counts, p.to_counts);
+}
+
 class CudaChainSums final : public ChainSums {
  public:
   CudaChainSums(const ChainConfig& chain, DType compute, std::int64_t max_tokens,
@@ -80,6 +100,7 @@ class CudaChainSums final : public ChainSums {
     SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking));
     // A first launch may wait for the device too.
     sum_kernel<<<1, kThreads, 0, own_stream_>>>(SumParams{});
+    loss_kernel<<<1, kThreads, 0, own_stream_>>>(LossParams{});
     SWITCHYARD_CUDA(cudaGetLastError());
     SWITCHYARD_CUDA(cudaStreamSynchronize(own_stream_));
   }
@@ -152,6 +173,16 @@ class CudaChainSums final : public ChainSums {
                            .out_type = sum.out.dtype,
                            .next_type = sum.next.dtype};
     sum_kernel<<<blocks_for(quads), kThreads, 0, stream()>>>(params);
+    SWITCHYARD_CUDA(cudaGetLastError());
+  }
+  void add(const LossSum& sum) override {
+    loss_kernel<<<1, kThreads, 0, stream()>>>({.values = sum.values.data,
+                                               .to = sum.to.data,
+                                               .counts = sum.counts.data,
+                                               .to_counts = sum.to_counts.data,
+                                               .num_values = sum.values.size(),
+                                               .num_counts = sum.counts.size(),
+                                               .first = sum.first});
     SWITCHYARD_CUDA(cudaGetLastError());
   }
   void clear(void* from, std::size_t bytes) override {

@@ -71,7 +71,7 @@ class ExchangeLayer final : public LayerRunner {
     std::int64_t bytes;
   };
   /// What a forward of max_tokens keeps.
-  [[nodiscard]] std::array<SavedPiece, 12> pieces_of(Recompute recompute);
+  [[nodiscard]] std::array<SavedPiece, 13> pieces_of(Recompute recompute);
   /// The state that a forward is to fill. Collective where memory is made for it or for its
   /// backward: at first, for a new SavedForward, and behind a recovery.
   [[nodiscard]] SavedForward::State& begin_saving(const ForwardArgs& args);

@@ -200,6 +200,13 @@ AblationCost count_ablations(const Model& model, const Text& text, const Ablatio
   check_vocabulary(config.vocabulary, text);
   require(config.first_dense < config.layers, "the model has no MoE layer, all {} are dense",
           config.layers);
+  if (layer_config(config).router.is_chain()) {
+    fail(ErrorCode::kUnsupported,
+         "ablations change what a router has decided, and the router {} decides in each iteration "
+         "by "
+         "what the one before has made",
+         config.router);
+  }
   const std::vector<Window> windows = sampled_windows(text, config.sequence, options.max_tokens);
   AblationCost cost{.windows = std::ssize(windows)};
   for (const Window& window : windows) cost.tokens += window.length;

@@ -43,7 +43,8 @@ bool DeviceBlock::may_be_captured(bool training) const {
 LayerModel DeviceBlock::layer_model() const {
   const DeviceParameters& p = *parameters_;
   LayerModel model{.config = what_};
-  const std::int64_t gate = what_.router.num_logits() * config_.hidden;
+  const std::int64_t gate =
+      std::int64_t{what_.router.num_gates()} * what_.router.num_logits() * config_.hidden;
   model.gate = parameter(p.value(tensors_.gate), gate, Backend::kCuda);
   model.noise_gate = parameter(p.value(tensors_.noise_gate), gate, Backend::kCuda);
   model.selection_bias = parameter(p.buffer(tensors_.bias), config_.experts, Backend::kCuda);
@@ -121,14 +122,21 @@ void DeviceBlock::forward(const BlockCall& call, const BlockRecord* record) {
   layer_for(call.training).forward(args);
   if (!call.training || dense_ || record == nullptr) return;
   if (ranks_ == nullptr) record_losses(*record, call.stream);
-  const SavedForward::State& saved = saved_.state();
+  if (!what_.router.is_chain()) return count(saved_.state(), *record, call.stream);
+  for (SavedForward& iteration : saved_.state().iterations) {
+    count(iteration.state(), *record, call.stream);
+  }
+}
+
+void DeviceBlock::count(const SavedForward::State& saved, const BlockRecord& record,
+                        cudaStream_t stream) const {
   count_experts({.expert = saved.expert.data,
                  .kept = config_.capacity_factor ? saved.kept.data : nullptr,
                  .assignments = saved.expert.size(),
                  .experts = config_.experts,
-                 .counts = record->counts,
-                 .counts_kept = record->counts_kept,
-                 .stream = call.stream});
+                 .counts = record.counts,
+                 .counts_kept = record.counts_kept,
+                 .stream = stream});
 }
 
 void DeviceBlock::record_losses(const BlockRecord& record, cudaStream_t stream) const {
@@ -150,7 +158,8 @@ ExpertGradients DeviceBlock::gradients(std::int64_t w13, std::int64_t w2) const 
 void DeviceBlock::backward(RawMatrix dout, RawMatrix dx, double scale, bool accumulate,
                            const BlockRecord& record, cudaStream_t stream) {
   const DeviceParameters& p = *parameters_;
-  const std::int64_t num_logits = what_.router.num_logits();
+  const std::int64_t num_logits =
+      std::int64_t{what_.router.num_gates()} * what_.router.num_logits();
   BackwardArgs args{.saved = &saved_,
                     .dout = dout,
                     // The mean over ranks, of which each makes its own part.

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "layer/saved_forward.hpp"
 #include "models/gpu/device_parameters.hpp"
 #include "switchyard/layer.hpp"
 
@@ -70,6 +71,9 @@ class DeviceBlock {
   [[nodiscard]] ExpertGradients gradients(std::int64_t w13, std::int64_t w2) const;
   void give_routing(ForwardArgs& args);
   void record_losses(const BlockRecord& record, cudaStream_t stream) const;
+  /// Adds the experts of one routing to the record.
+  void count(const SavedForward::State& saved, const BlockRecord& record,
+             cudaStream_t stream) const;
 
   ModelConfig config_;
   ModelOptions options_;

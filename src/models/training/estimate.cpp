@@ -42,7 +42,9 @@ double preactivations(const ModelConfig& config) {
   double all = 0;
   for (std::int32_t l = 0; l < config.layers; ++l) {
     const std::int64_t rows =
-        config.is_dense(l) ? config.dense_inner : config.top_k * config.inner + config.shared_inner;
+        config.is_dense(l) ? config.dense_inner
+                           : config.top_k * config.inner +
+                                 layer_config(config).router.num_gates() * config.shared_inner;
     all += static_cast<double>(2 * rows);
   }
   return all;
@@ -61,7 +63,15 @@ double device_activations(const ModelConfig& config, DType compute, double token
   // The stream before and behind attention; what products take; scales and sums of rows.
   const double of_layer = 8 * hidden + c * (2 * hidden + qkv + (of_q + kv_heads * dim) + of_q) +
                           4 * (2 + 2 * heads + kv_heads) + 8 * picks + 4 * double(config.experts);
-  const double kept = recompute ? 0 : c * come * preactivations(config);
+  double kept = recompute ? 0 : c * come * preactivations(config);
+  // Of a chain: what its iterations but the first take in, and what goes on between them.
+  const RouterConfig router = layers > 0 && config.first_dense < config.layers
+                                  ? layer_config(config).router
+                                  : RouterConfig{};
+  if (router.is_chain()) {
+    kept += tokens * (layers - config.first_dense) * hidden *
+            (c * (router.num_gates() - 1) + 8 + (c < 4 ? c : 0));
+  }
   // The stream's gradient, in f32 and as products take it; three rows; logits by pieces.
   const double stream = (4 + (c < 4 ? c : 0)) * hidden + c * (2 * hidden + std::max(hidden, of_q));
   const auto vocabulary = static_cast<double>(config.vocabulary);
@@ -103,7 +113,12 @@ TrainEstimate estimate_training(const TrainConfig& config, std::int64_t steps, d
   memory.moments = 8 * moved;
   const auto call = static_cast<double>(tokens);
   if (place.backend == Backend::kCuda) {
-    memory.weights = (config.compute == DType::kF32 ? 4 : 6) * held;
+    // Four bytes each, split or not; in bf16 an embedding is f32 beside them.
+    memory.weights = 4 * held;
+    if (config.compute != DType::kF32) {
+      memory.weights +=
+          4.0 * place.ranks * static_cast<double>(config.model.vocabulary * config.model.hidden);
+    }
     memory.activations =
         place.ranks *
         device_activations(config.model, config.compute, call / place.ranks, call, place.recompute);

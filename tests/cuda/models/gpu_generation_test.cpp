@@ -129,7 +129,7 @@ TEST(GenerationOnGpu, LogitsInF32AreThoseOfTheCpu) {
   expect_like_the_cpu(full, DType::kF32, kBoundF32, {1, 9});
 }
 TEST(GenerationOnGpu, RoutersInF32AreThoseOfTheCpu) {
-  for (const char* router : {"hash", "gshard", "switch", "noisy-top-k"}) {
+  for (const char* router : {"hash", "gshard", "switch", "noisy-top-k", "chain"}) {
     ModelConfig config = gpu_config();
     config.router = router;
     config.losses = {};

@@ -117,6 +117,15 @@ TEST(ModelOnGpu, RoutersInF32AreThoseOfTheCpu) {
     config.losses = {};
     expect_like_the_cpu(config, DType::kF32, kF32, 2, 80);
   }
+  // With losses of each iteration; once with room that not all find.
+  ModelConfig chain = gpu_config();
+  chain.router = "chain:iterations=3,top-k=1,outer-residual=yes";
+  chain.top_k = 3;
+  expect_like_the_cpu(chain, DType::kF32, kF32, 2, 80);
+  chain.router = "chain:iterations=2,top-k=2";
+  chain.top_k = 4;
+  chain.capacity_factor = 1.0;
+  expect_like_the_cpu(chain, DType::kF32, kF32, 2, 80);
 }
 TEST(ModelOnGpu, ModelsInBf16AreNearThoseOfTheCpu) {
   ModelConfig config = gpu_config();

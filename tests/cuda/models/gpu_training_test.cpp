@@ -86,7 +86,7 @@ TEST_F(TrainerOnGpu, SmallRunsHaveTheSameBytesTwiceAndResumed) {
 }
 
 TEST_F(TrainerOnGpu, RoutersThatDrawAndBiasesThatMoveResumeAlikeToo) {
-  for (const char* router : {"noisy-top-k", "switch", "gshard", "hash", "bias"}) {
+  for (const char* router : {"noisy-top-k", "switch", "gshard", "hash", "chain", "bias"}) {
     SCOPED_TRACE(router);
     TrainConfig config = gpu_run();
     const std::string name = router;

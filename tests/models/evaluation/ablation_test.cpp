@@ -180,6 +180,11 @@ TEST(Ablation, WhatIsWrongIsRefusedByName) {
                      [&] { (void)ablate(model, text, {.max_tokens = 0}); });
   test::expect_error(ErrorCode::kInvalidArgument, "want drop or renormalise",
                      [] { (void)parse_ablated_weight("zero"); });
+  ModelConfig chain = small_bytes_model();
+  chain.router = "chain";
+  Model of_chain(chain);
+  test::expect_error(ErrorCode::kUnsupported, "and the router chain decides in each iteration",
+                     [&] { (void)ablate(of_chain, text); });
   EXPECT_EQ(parse_ablated_weight("renormalise"), AblatedWeight::kRenormalise);
   EXPECT_EQ(parse_ablated_weight("drop"), AblatedWeight::kDrop);
 }

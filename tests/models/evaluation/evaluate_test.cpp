@@ -107,7 +107,7 @@ TEST(Evaluate, AtTheCapacityOfTrainingExpertsDrop) {
 TEST(Leaks, ACausalRouterHasNoneAndExpertChoiceHas) {
   const TestFolder folder;
   const Text text({folder.file("a", small_text(100))});
-  for (const char* router : {"top-k", "top-k:top-k=1", "hash", "relu", "expert-choice"}) {
+  for (const char* router : {"top-k", "top-k:top-k=1", "hash", "relu", "chain", "expert-choice"}) {
     ModelConfig config = small_bytes_model();
     config.router = router;
     Model model = made_model(config);

@@ -265,6 +265,39 @@ TEST(RoutingHook, ThatChangesNothingLeavesAllBits) {
   }
 }
 
+TEST(RoutingHook, OfAChainSeesTheExpertsOfAllIterationsAndMayNotChangeThem) {
+  ModelConfig config = small_bytes_model();
+  config.router = "chain:iterations=2,top-k=1";
+  config.capacity_factor.reset();
+  Model model = made_model(config);
+  OneWindow window;
+  const double plain = window.evaluate(model);
+  test::DoubleModel in_double(model);
+  std::vector<test::DoubleModel::Choices> want;  // layer after layer, iteration after iteration
+  in_double.on_choices = [&](std::int32_t, auto& choices) { want.push_back(choices); };
+  (void)in_double.logits(window.window.tokens, 16);
+  std::size_t layer = 0;
+  EXPECT_EQ(
+      window.evaluate(model,
+                      [&](LayerRouting& routing) {
+                        EXPECT_EQ(routing.top_k, 2);
+                        EXPECT_EQ(routing.num_tokens(), 16);
+                        for (std::size_t t = 0; t < 16; ++t) {
+                          for (std::size_t c = 0; c < 2; ++c) {
+                            EXPECT_EQ(routing.expert[2 * t + c], want[2 * layer + c][t][0].first)
+                                << "layer " << layer << ", iteration " << c;
+                          }
+                        }
+                        ++layer;
+                        return false;
+                      }),
+      plain);
+  EXPECT_EQ(2 * layer, want.size());
+  test::expect_error(ErrorCode::kUnsupported,
+                     "changed the routing of layer 0: the router chain decides in each of 2",
+                     [&] { window.evaluate(model, [](LayerRouting&) { return true; }); });
+}
+
 TEST(RoutingHook, WhatCannotBeComputedIsRefused) {
   Model model = made_model(small_bytes_model());
   OneWindow window;

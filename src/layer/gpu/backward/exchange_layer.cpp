@@ -25,7 +25,7 @@ SavedForward::State& ExchangeLayer::begin_saving(const ForwardArgs& args) {
   return saved;
 }
 
-std::array<ExchangeLayer::SavedPiece, 12> ExchangeLayer::pieces_of(Recompute recompute) {
+std::array<ExchangeLayer::SavedPiece, 13> ExchangeLayer::pieces_of(Recompute recompute) {
   const CudaExperts& experts = stages_.experts();
   const std::int64_t tokens = options_.max_tokens;
   const std::int64_t hidden = config.experts.hidden;
@@ -49,7 +49,8 @@ std::array<ExchangeLayer::SavedPiece, 12> ExchangeLayer::pieces_of(Recompute rec
            {SavedMemory::kReceived, of_compute * experts.most_received(tokens) * hidden},
            {SavedMemory::kSent, std::int64_t{8} * num_ranks_ * num_ranks_},
            {SavedMemory::kLosses, losses.sums},
-           {SavedMemory::kLossWorkspace, losses.workspace}}};
+           {SavedMemory::kLossWorkspace, losses.workspace},
+           {SavedMemory::kChainLosses, losses.of_chain}}};
 }
 
 void ExchangeLayer::make_room(Recompute recompute, DeviceSavedMemory& memory) {
