@@ -3,19 +3,23 @@
 // to 16, so one tile configuration serves all; places without a row give results nobody reads.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
-#include "experts/cpu/product/pair_rows.hpp"
+#include "experts/cpu/product/coded_tiles.hpp"
 
 namespace switchyard::cpu {
 namespace {
 
+using amx::configure;
+using amx::Fetch;
+using amx::kPanelCols;
+using amx::kRows;
+using amx::kTileDepth;
+using amx::kTileElements;
+using amx::memory_barrier;
+
 struct Here {};
 using Pairs = Avx512Pairs<Here>;
-constexpr std::int64_t kRows = 16;       // of a tile
-constexpr std::int64_t kTileDepth = 32;  // values along the reduction in a tile
-constexpr std::int64_t kPanelCols = 32;
-constexpr std::int64_t kTileElements = kRows * kTileDepth;
-
 /// Blocks of tiles: [depth/32][16][32] bf16.
 struct TileRows {
   static std::int64_t block(const RowBlocks& blocks, std::int64_t b, std::int64_t depth) {
@@ -67,48 +71,6 @@ void pack_tiles(const PackRowsArgs& args) {
     }
   }
 }
-
-struct alignas(64) TileConfig {
-  std::uint8_t palette = 1;
-  std::uint8_t start = 0;
-  std::uint8_t reserved[14] = {};
-  std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-/// gcc 12 declares neither that ldtilecfg reads 64 bytes nor that tile loads and stores touch
-/// memory: so the configuration is an operand, and this stands around every use of tiles.
-inline void memory_barrier() { asm volatile("" ::: "memory"); }
-
-inline void configure() {
-  const TileConfig config;
-  asm volatile("ldtilecfg %0" ::"m"(config));
-}
-
-/// Fetches the next panel into the second-level cache while this one is multiplied, as eight
-/// streams side by side: memory gives 28 to 38 GB/s to eight and 22 to 25 to one (two cores of a
-/// Xeon, prototype of 2026-11-21).
-class Fetch {
- public:
-  Fetch(const std::byte* panel, std::int64_t panel_bytes, std::int64_t lines_per_step)
-      : from_(panel), part_(panel_bytes / kStreams), lines_(lines_per_step) {}
-  void step() {
-    for (std::int64_t i = 0; i < lines_; ++i) {
-      _mm_prefetch(from_ + stream_ * part_, _MM_HINT_T1);
-      if (++stream_ == kStreams) {
-        stream_ = 0;
-        from_ += 64;
-      }
-    }
-  }
-
- private:
-  static constexpr std::int64_t kStreams = 8;
-  const std::byte* from_;
-  std::int64_t part_;
-  std::int64_t lines_;
-  std::int64_t stream_ = 0;
-};
 
 /// kBlocks (1 or 2) blocks of 16 rows times one panel; `steps` tiles along the reduction.
 template <int kBlocks>
@@ -289,6 +251,26 @@ void tiles_product(const ProductArgs& args) {
   _tile_release();
 }
 
+void coded_tiles(Storage storage, const ProductArgs& args, const Int4Form& int4) {
+  using Rounding = RoundingPairs<Pairs>;
+  using C = Codes<Rounding>;
+  const auto of = [&]<class Reader>() { amx::CodedTiles<Rounding, Reader>(args, int4).run(); };
+  configure();
+  switch (storage) {
+    case Storage::kE4M3: of.operator()<C::E4m3>(); break;
+    case Storage::kInt4:
+      if (int4.zero_points) {
+        of.operator()<C::Int4<true>>();
+      } else {
+        of.operator()<C::Int4<false>>();
+      }
+      break;
+    case Storage::kNvfp4: of.operator()<C::Nvfp4>(); break;
+    default: of.operator()<C::Mxfp4>();
+  }
+  _tile_release();
+}
+
 float spin_tiles(std::int64_t rounds) {
   configure();
   _tile_zero(0);
@@ -333,6 +315,10 @@ constexpr Kernels kBF16 = {.isa = CpuIsa::kAmxBf16,
 
 const Kernels* amx_bf16_kernels(DType dtype, bool q8) {
   return dtype == DType::kBF16 && !q8 ? &kBF16 : nullptr;
+}
+
+CodedRowsProduct amx_bf16_coded_rows() {
+  return {.most_rows = std::numeric_limits<std::int64_t>::max(), .product = coded_tiles};
 }
 
 }  // namespace switchyard::cpu

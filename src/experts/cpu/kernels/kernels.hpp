@@ -246,5 +246,6 @@ WidenFunction avx2_widening(DType dtype, Storage storage);
 WidenFunction avx512_widening(DType dtype, Storage storage);
 WidenFunction avx512_bf16_widening(Storage storage);
 CodedRowsProduct avx512_bf16_coded_rows();
+CodedRowsProduct amx_bf16_coded_rows();
 
 }  // namespace switchyard::cpu
