@@ -179,8 +179,8 @@ struct ReduceArgs {
   float* sums;               ///< [tokens, panel_cols]: sums = fma(weight, product + bias, sums).
 };
 
-/// product() of all the depth by codes, of at most `most_rows` rows: its bits without numbers in
-/// memory.
+/// product() of all the depth by codes, of at most `most_rows` rows: its bits, without numbers
+/// beyond the first-level cache.
 struct CodedRowsProduct {
   std::int64_t most_rows = 0;
   void (*product)(Storage storage, const ProductArgs& args, const Int4Form& int4) = nullptr;
@@ -228,9 +228,10 @@ const Kernels& find_kernels(CpuIsa isa, DType dtype, WeightFormat format, Int4Fo
 /// The same values in plain code, of panels `cols` wide; for any scale.
 void widen_exactly(Storage storage, DType dtype, std::int64_t cols, const WidenArgs& args);
 
-/// kernels.product() for all of the depth, of stored weights too: few rows by their codes where the
-/// instruction set has that; else they are widened some depth at a time into the first-level cache,
-/// where the product of exact weights finds them. So the bits are those of exact weights.
+/// kernels.product() for all of the depth, of stored weights too: by their codes where the
+/// instruction set has that for so many rows; else they are widened some depth at a time into the
+/// first-level cache, where the product of exact weights finds them. So the bits are those of exact
+/// weights.
 void multiply(const Kernels& kernels, const ProductArgs& args);
 
 // One per file; null where the file has nothing better than a lower instruction set.

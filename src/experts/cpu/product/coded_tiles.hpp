@@ -11,10 +11,12 @@
 
 namespace switchyard::cpu::amx {
 
-/// Stored weights times one block of rows or two, widened while they are multiplied: what is made
-/// of 32 depths lies in the first-level cache until the tiles take it, some steps later. A piece of
-/// the depth after the other, the vector units would wait for the tiles and these for the vector
-/// units, and memory for both.
+/// Codes are widened while others are multiplied: what is made of 32 depths lies in the first-level
+/// cache until the tiles take it, a step later. A piece of the depth after the other, the vector
+/// units wait for the tiles and these for the vector units, and memory for both. Two blocks of rows
+/// pass by a panel at a time, from the second time on one that is in a cache; a single block by two
+/// panels. Making numbers anew for every 32 rows takes no longer than keeping them
+/// (docs/history/cpu.md).
 template <class V, class Reader>
 class CodedTiles {
  public:
@@ -64,12 +66,13 @@ class CodedTiles {
   /// kBlocks blocks of rows from `block` on times kPanels panels: two sums or four.
   template <int kBlocks, int kPanels>
   void multiply(std::int64_t panel, std::int64_t block) {
-    // What comes behind these panels, over all steps that their rows take.
+    // What comes behind these panels is fetched over all steps that their rows take, a line of
+    // each of some streams a step.
     const std::int64_t bytes = kPanels * args_.panel_bytes;
     const std::int64_t passes = (args_.blocks.count() + 1) / 2;
     const std::int64_t lines = (bytes / 64 / passes + args_.steps - 1) / args_.steps;
-    Fetch fetch(panel_at(panel + kPanels) + block / 2 * (bytes / passes / 64 * 64), bytes / passes,
-                lines);
+    const std::byte* next = panel_at(panel + kPanels) + block / 2 * (bytes / passes / 64 * 64);
+    const std::int64_t apart = args_.steps * 64;
     Reader first(panel_at(panel), int4_), second(panel_at(panel + kPanels - 1), int4_);
     widen(first, panel, 0, made_[0][0]);
     if constexpr (kPanels == 2) widen(second, panel + 1, 0, made_[1][0]);
@@ -81,7 +84,8 @@ class CodedTiles {
     const auto* a = static_cast<const std::uint16_t*>(args_.a) + block * block_elements;
     for (std::int64_t step = 0; step < args_.steps; ++step, a += kTileElements) {
       const bool more = step + 1 < args_.steps;
-      fetch.step();
+      for (std::int64_t i = 0; i < lines; ++i) V::prefetch(next + i * apart);
+      next += 64;
       if (more) widen(first, panel, step + 1, made_[0][(step + 1) % 2]);
       const std::byte* made = made_[0][step % 2];
       memory_barrier();
@@ -116,7 +120,7 @@ class CodedTiles {
 
   const ProductArgs& args_;
   const Int4Form& int4_;
-  alignas(4096) std::byte made_[2][2][kStepBytes];
+  alignas(64) std::byte made_[2][2][kStepBytes];  ///< Of a panel, of a step and the next.
 };
 
 }  // namespace switchyard::cpu::amx

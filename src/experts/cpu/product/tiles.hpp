@@ -31,29 +31,4 @@ inline void configure() {
   asm volatile("ldtilecfg %0" ::"m"(config));
 }
 
-/// Fetches the next panel into the second-level cache while this one is multiplied, as eight
-/// streams side by side: memory gives 28 to 38 GB/s to eight and 22 to 25 to one (two cores of a
-/// Xeon, prototype of 2026-11-21).
-class Fetch {
- public:
-  Fetch(const std::byte* panel, std::int64_t panel_bytes, std::int64_t lines_per_step)
-      : from_(panel), part_(panel_bytes / kStreams), lines_(lines_per_step) {}
-  void step() {
-    for (std::int64_t i = 0; i < lines_; ++i) {
-      _mm_prefetch(from_ + stream_ * part_, _MM_HINT_T1);
-      if (++stream_ == kStreams) {
-        stream_ = 0;
-        from_ += 64;
-      }
-    }
-  }
-
- private:
-  static constexpr std::int64_t kStreams = 8;
-  const std::byte* from_;
-  std::int64_t part_;
-  std::int64_t lines_;
-  std::int64_t stream_ = 0;
-};
-
 }  // namespace switchyard::cpu::amx
