@@ -342,8 +342,14 @@ const Kernels* amx_bf16_kernels(DType dtype, bool q8) {
   return dtype == DType::kBF16 && !q8 ? &kBF16 : nullptr;
 }
 
-CodedRowsProduct amx_bf16_coded_rows() {
-  return {.most_rows = std::numeric_limits<std::int64_t>::max(), .product = coded_tiles};
+/// By how long it takes to make numbers of codes anew for every 32 rows, beside once for all rows
+/// and keeping them (docs/history/cpu.md).
+CodedRowsProduct amx_bf16_coded_rows(Storage storage) {
+  const std::int64_t most_rows = storage == Storage::kMxfp4
+                                     ? std::numeric_limits<std::int64_t>::max()
+                                 : storage == Storage::kE4M3 ? 64
+                                                             : 32;
+  return {.most_rows = most_rows, .product = coded_tiles};
 }
 
 }  // namespace switchyard::cpu

@@ -59,7 +59,7 @@ const Kernels& with_storage(const Kernels& exact, Storage storage, const Int4For
     place->second.int4 = int4;
 #if SWITCHYARD_X86_KERNELS
     if (exact.isa == CpuIsa::kAvx512Bf16) place->second.coded_rows = avx512_bf16_coded_rows();
-    if (exact.isa == CpuIsa::kAmxBf16) place->second.coded_rows = amx_bf16_coded_rows();
+    if (exact.isa == CpuIsa::kAmxBf16) place->second.coded_rows = amx_bf16_coded_rows(storage);
 #endif
   }
   return place->second;

@@ -247,6 +247,6 @@ WidenFunction avx2_widening(DType dtype, Storage storage);
 WidenFunction avx512_widening(DType dtype, Storage storage);
 WidenFunction avx512_bf16_widening(Storage storage);
 CodedRowsProduct avx512_bf16_coded_rows();
-CodedRowsProduct amx_bf16_coded_rows();
+CodedRowsProduct amx_bf16_coded_rows(Storage storage);
 
 }  // namespace switchyard::cpu

@@ -15,8 +15,7 @@ namespace switchyard::cpu::amx {
 /// cache until the tiles take it, a step later. A piece of the depth after the other, the vector
 /// units wait for the tiles and these for the vector units, and memory for both. Two blocks of rows
 /// pass by a panel at a time, from the second time on one that is in a cache; a single block by two
-/// panels. Making numbers anew for every 32 rows takes no longer than keeping them
-/// (docs/history/cpu.md).
+/// panels.
 template <class V, class Reader>
 class CodedTiles {
  public:
