@@ -149,7 +149,8 @@ void Parameters::add_experts(const std::string& prefix, LayerTensors& layer) {
                              : network.is_linear() ? "gate.weight"
                                                    : "gate.network.out.weight";
     layer.gate =
-        add(prefix + name, {router.num_gates() * router.num_logits(), network.features(hidden)},
+        add(prefix + name,
+            {std::int64_t{router.num_gates()} * router.num_logits(), network.features(hidden)},
             Group::kRouter, {.deviation = kDeviation});
     if (!network.is_linear()) layer.network = add_network(prefix + "gate.network.", network);
   }
