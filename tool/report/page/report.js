@@ -5,19 +5,21 @@
   const DIGITS = 3;
 
   // "4.2k", "13", "0.05": what fits beside an axis.
-  function short(value) {
+  function with_digits(value, digits) {
     const size = Math.abs(value);
     const steps = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
     for (const [unit, letter] of steps) {
-      if (size >= unit) return Number((value / unit).toPrecision(DIGITS)) + letter;
+      if (size >= unit) return Number((value / unit).toPrecision(digits)) + letter;
     }
-    return String(Number(value.toPrecision(DIGITS)));
+    return String(Number(value.toPrecision(digits)));
   }
+  const short = (value) => with_digits(value, DIGITS);
 
   // Round values of an axis: decades, or 1, 2 and 5 of them, or even steps where it is short.
   function ticks(low, high, pixels, spacing, log) {
     const most = Math.max(2, Math.floor(pixels / spacing));
     const values = [];
+    let digits = DIGITS;
     const decades = log ? Math.log10(high / low) : 0;
     if (decades > 1) {
       const parts = decades * 3 <= most ? [1, 2, 5] : [1];
@@ -31,8 +33,12 @@
       const unit = 10 ** Math.floor(Math.log10(raw));
       const step = [1, 2, 5, 10].find((part) => part * unit >= raw) * unit;
       for (let v = Math.ceil(low / step) * step; v <= high; v += step) values.push(v);
+      // So that neighbours are told apart.
+      const largest = Math.max(Math.abs(low), Math.abs(high));
+      digits = Math.min(9, Math.max(DIGITS, Math.ceil(Math.log10(largest / step)) + 1));
     }
-    return values.filter((v) => v >= low && v <= high).map((v) => ({v, label: short(v)}));
+    return values.filter((v) => v >= low && v <= high)
+      .map((v) => ({v, label: with_digits(v, digits)}));
   }
   const ticker = (spacing, log) => (low, high, pixels) => ticks(low, high, pixels, spacing, log);
 
