@@ -237,13 +237,22 @@ double expert_flops(const ModelConfig& config, std::int32_t layer) {
   return 2 * static_cast<double>(count_layer(config, layer).active - attention);
 }
 
+double preactivations(const ModelConfig& config) {
+  const std::int64_t dense = std::int64_t{config.first_dense} * config.dense_inner;
+  const std::int64_t routed = config.layers - config.first_dense;
+  if (routed == 0) return 2 * static_cast<double>(dense);
+  const std::int64_t each =
+      config.top_k * config.inner + layer_config(config).router.num_gates() * config.shared_inner;
+  return 2 * static_cast<double>(dense + routed * each);
+}
+
 ModelCounts count(const ModelConfig& config) {
   check(config);
   ModelCounts counts;
   const std::int64_t table = config.vocabulary * config.hidden;
   counts.parameters = (config.tied ? 1 : 2) * table + config.hidden;
   counts.active = table;
-  double experts = 0, kept = 0, routed_layers = 0;
+  double experts = 0, kept = preactivations(config), routed_layers = 0;
   std::int64_t learning = 0;  // active numbers that gradients are wanted of
   for (std::int32_t l = 0; l < config.layers; ++l) {
     const LayerCounts layer = count_layer(config, l);
@@ -256,9 +265,6 @@ ModelCounts count(const ModelConfig& config) {
       ++routed_layers;
     }
     experts += static_cast<double>(layer.all);
-    const std::int64_t rows = config.is_dense(l) ? config.dense_inner : config.top_k * config.inner;
-    const std::int64_t times = config.is_dense(l) ? 0 : layer_config(config).router.num_gates();
-    kept += static_cast<double>(2 * (rows + times * config.shared_inner));
   }
   const auto width = static_cast<double>(config.head_dim);
   const double heads = static_cast<double>(config.heads), kv_heads = config.kv_heads;

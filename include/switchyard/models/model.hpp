@@ -238,8 +238,8 @@ class Model {
   /// The same, with `hook` between each MoE layer's router and its experts: the same bits where it
   /// changes nothing. Cost: what it changes is computed twice, that layer's experts alone.
   /// @throws Error{kUnsupported}: on a GPU, over ranks, a hook that changes the routing of a chain;
-  ///         {kInvalidArgument}: also a hook that has
-  ///         changed a size or written an id that is none; what it throws itself.
+  ///         {kInvalidArgument}: also a hook that has changed a size or written an id that is none;
+  ///         what it throws itself.
   double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
                   Matrix<float> nll, const RoutingHook& hook);
   /// Forward and backward of L = scale * (mean nats a target + router losses). Over ranks L, the

@@ -212,9 +212,11 @@ void adamw(const AdamWArgs& args);
 void to_bf16(const float* p, std::int64_t count, void* typed, cudaStream_t stream);
 /// p as the nearest bf16 number, halves away from zero, and the lower 16 bits of p, whose highest
 /// one says which way that was: all of its bits in four bytes. A NaN becomes a quiet one.
+/// @param p  [count]. @param typed  out [count] bf16. @param low  out [count]. By bytes: 8 a
+/// number.
 void split_floats(const float* p, std::int64_t count, void* typed, std::uint16_t* low,
                   cudaStream_t stream);
-/// The way back.
+/// p [count] of what split_floats() has made. By bytes likewise.
 void join_floats(const void* typed, const std::uint16_t* low, std::int64_t count, float* p,
                  cudaStream_t stream);
 

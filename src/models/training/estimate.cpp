@@ -1,6 +1,7 @@
 // What a run will take.
 #include <algorithm>
 
+#include "models/counts.hpp"
 #include "switchyard/models/trainer.hpp"
 
 namespace switchyard::models {
@@ -37,19 +38,6 @@ double exchange_bytes(const ModelConfig& config, DType compute, std::int64_t tok
          ranks * (layers * of_sums(replicated) + of_sums(config.vocabulary * config.hidden));
 }
 
-/// Numbers of pre-activations that a token has in all layers.
-double preactivations(const ModelConfig& config) {
-  double all = 0;
-  for (std::int32_t l = 0; l < config.layers; ++l) {
-    const std::int64_t rows =
-        config.is_dense(l) ? config.dense_inner
-                           : config.top_k * config.inner +
-                                 layer_config(config).router.num_gates() * config.shared_inner;
-    all += static_cast<double>(2 * rows);
-  }
-  return all;
-}
-
 /// Of one GPU that has `tokens` of its own a call, and for whose experts `come` may come: what
 /// src/models/gpu/model.hpp (LayerRooms), SavedForward and src/layer/gpu/scratch.hpp have. Without
 /// what CUDA and cuBLAS take: some 0.2 to 0.5 GB.
@@ -65,12 +53,12 @@ double device_activations(const ModelConfig& config, DType compute, double token
                           4 * (2 + 2 * heads + kv_heads) + 8 * picks + 4 * double(config.experts);
   double kept = recompute ? 0 : c * come * preactivations(config);
   // Of a chain: what its iterations but the first take in, and what goes on between them.
-  const RouterConfig router = layers > 0 && config.first_dense < config.layers
-                                  ? layer_config(config).router
-                                  : RouterConfig{};
-  if (router.is_chain()) {
-    kept += tokens * (layers - config.first_dense) * hidden *
-            (c * (router.num_gates() - 1) + 8 + (c < 4 ? c : 0));
+  if (config.first_dense < config.layers) {
+    const RouterConfig router = layer_config(config).router;
+    if (router.is_chain()) {
+      kept += tokens * (layers - config.first_dense) * hidden *
+              (c * (router.num_gates() - 1) + 8 + (c < 4 ? c : 0));
+    }
   }
   // The stream's gradient, in f32 and as products take it; three rows; logits by pieces.
   const double stream = (4 + (c < 4 ? c : 0)) * hidden + c * (2 * hidden + std::max(hidden, of_q));

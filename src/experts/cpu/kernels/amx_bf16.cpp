@@ -13,6 +13,7 @@ namespace {
 using amx::configure;
 using amx::kPanelCols;
 using amx::kRows;
+using amx::kStepBytes;
 using amx::kTileDepth;
 using amx::kTileElements;
 using amx::memory_barrier;
@@ -189,7 +190,6 @@ class TilesProduct {
   /// in memory from piece to piece: 1.1 TFLOP/s beside 0.9 (1,024 deep), beyond it 0.5 beside 0.7
   /// (8,192 deep; 128 rows, weights from memory, one core of a Xeon, 2026-11-29).
   static constexpr std::int64_t kCachedTileBytes = std::int64_t{1} << 20;
-  static constexpr std::int64_t kStepBytes = kTileDepth * kPanelCols * 2;
 
   /// All rows pass by a piece of a panel.
   void by_panels() {
@@ -278,21 +278,9 @@ void tiles_product(const ProductArgs& args) {
 
 void coded_tiles(Storage storage, const ProductArgs& args, const Int4Form& int4) {
   using Rounding = RoundingPairs<Pairs>;
-  using C = Codes<Rounding>;
-  const auto of = [&]<class Reader>() { amx::CodedTiles<Rounding, Reader>(args, int4).run(); };
   configure();
-  switch (storage) {
-    case Storage::kE4M3: of.operator()<C::E4m3>(); break;
-    case Storage::kInt4:
-      if (int4.zero_points) {
-        of.operator()<C::Int4<true>>();
-      } else {
-        of.operator()<C::Int4<false>>();
-      }
-      break;
-    case Storage::kNvfp4: of.operator()<C::Nvfp4>(); break;
-    default: of.operator()<C::Mxfp4>();
-  }
+  Codes<Rounding>::with_reader(
+      storage, int4, [&]<class Reader>() { amx::CodedTiles<Rounding, Reader>(args, int4).run(); });
   _tile_release();
 }
 

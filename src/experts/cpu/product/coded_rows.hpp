@@ -98,16 +98,9 @@ struct CodedRows {
   }
 
   static void product(Storage storage, const ProductArgs& args, const Int4Form& int4) {
-    using C = Codes<V>;
-    constexpr std::make_integer_sequence<int, kMostRows> kRows;
-    switch (storage) {
-      case Storage::kE4M3: return of<typename C::E4m3>(args, int4, kRows);
-      case Storage::kInt4:
-        return int4.zero_points ? of<typename C::template Int4<true>>(args, int4, kRows)
-                                : of<typename C::template Int4<false>>(args, int4, kRows);
-      case Storage::kNvfp4: return of<typename C::Nvfp4>(args, int4, kRows);
-      default: return of<typename C::Mxfp4>(args, int4, kRows);
-    }
+    Codes<V>::with_reader(storage, int4, [&]<class Reader>() {
+      of<Reader>(args, int4, std::make_integer_sequence<int, kMostRows>());
+    });
   }
 };
 

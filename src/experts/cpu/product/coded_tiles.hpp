@@ -34,7 +34,6 @@ class CodedTiles {
   }
 
  private:
-  static constexpr std::int64_t kStepBytes = kTileDepth * kPanelCols * 2;
   static constexpr int kStride = kPanelCols * 4;
 
   [[nodiscard]] const std::byte* panel_at(std::int64_t panel) const {

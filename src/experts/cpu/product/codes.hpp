@@ -301,6 +301,19 @@ struct Codes {
     Reg factor_[2]{};
   };
 
+  /// Calls `of` with the reader of panels stored so as its argument for a template.
+  template <class Function>
+  static void with_reader(Storage storage, const Int4Form& int4, const Function& of) {
+    switch (storage) {
+      case Storage::kE4M3: return of.template operator()<E4m3>();
+      case Storage::kInt4:
+        return int4.zero_points ? of.template operator()<Int4<true>>()
+                                : of.template operator()<Int4<false>>();
+      case Storage::kNvfp4: return of.template operator()<Nvfp4>();
+      default: return of.template operator()<Mxfp4>();
+    }
+  }
+
   /// All products with codes of e4m3, 2^-9 to 448, are normal numbers, and halves of them.
   static bool is_usual(float scale) {
     const float size = scale < 0 ? -scale : scale;

@@ -13,6 +13,7 @@ inline constexpr std::int64_t kRows = 16;       ///< Of a tile.
 inline constexpr std::int64_t kTileDepth = 32;  ///< Values along the reduction in a tile.
 inline constexpr std::int64_t kPanelCols = 32;
 inline constexpr std::int64_t kTileElements = kRows * kTileDepth;
+inline constexpr std::int64_t kStepBytes = kTileDepth * kPanelCols * 2;  ///< Of a panel in bf16.
 
 struct alignas(64) TileConfig {
   std::uint8_t palette = 1;
