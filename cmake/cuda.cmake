@@ -110,6 +110,7 @@ switchyard_cuda_sources(portable
   src/interfaces/device_assignments.cu
 )
 target_sources(switchyard PRIVATE
+  src/core/gpu/device_wide.cpp
   src/core/gpu/dense/cublaslt.cpp
   src/core/gpu/dense/products.cpp
   src/experts/gpu/in_place.cpp

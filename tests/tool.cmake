@@ -2,7 +2,8 @@
 if(SWITCHYARD_BUILD_TOOL)
   switchyard_test(tool/bench_test LIBRARIES switchyard_bench)
   switchyard_test(tool/inference_test LIBRARIES switchyard_bench)
-  switchyard_test(tool/study_test LIBRARIES switchyard_commands)
+  switchyard_test(tool/study/study_test LIBRARIES switchyard_commands)
+  switchyard_test(tool/study/study_findings_test LIBRARIES switchyard_commands)
   switchyard_test(tool/run_check_test LIBRARIES switchyard_commands
     ENVIRONMENT SWITCHYARD_ROOFS=rough)
   switchyard_test(tool/report_test LIBRARIES switchyard_commands)

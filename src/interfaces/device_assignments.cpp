@@ -12,6 +12,7 @@
 #include "comm/device/windows/sharing.hpp"
 #include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
+#include "core/gpu/device_wide.hpp"
 #include "core/gpu/stacks.hpp"
 #include "interfaces/device_assignment_kernels.hpp"
 #include "interfaces/device_transports.hpp"
@@ -163,7 +164,7 @@ class Assignments final : public DeviceAssignments {
     (void)bucket_meta_.matrix<std::int32_t>(rows, kMetaWidth);
     // Places whose rows are lost must not name one beyond a smaller bucket.
     SWITCHYARD_CUDA(cudaMemset(row_of_place_.data(), 0, size(4 * max_rows_)));
-    SWITCHYARD_CUDA(cudaDeviceSynchronize());
+    SWITCHYARD_CUDA(wait_for_device());
     // Who takes memory waits for all kernels of the device: none may wait for this rank meanwhile.
     if (shares_device_) communicator_.barrier("buckets");
     capacity_ = capacity;

@@ -9,6 +9,7 @@
 #include "comm/device/setup.hpp"
 #include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
+#include "core/gpu/device_wide.hpp"
 #include "core/gpu/stacks.hpp"
 #include "interfaces/device_transports.hpp"
 #include "plan/gpu/device_plan.hpp"
@@ -98,7 +99,7 @@ class Native final : public DeviceNative {
     SWITCHYARD_CUDA(cudaMemset(nobody.data, 0xff, static_cast<std::size_t>(4 * nobody.size())));
     make_plan(nobody, weights.matrix<float>(max_rows_, top_k), nullptr);
     reduce({sums_.data, config_.exchange.dtype, 1, config_.exchange.hidden}, nullptr);
-    SWITCHYARD_CUDA(cudaDeviceSynchronize());  // before ids and weights go
+    SWITCHYARD_CUDA(wait_for_device());  // before ids and weights go
   }
 
   Matrix<const std::uint8_t> choose_kept(const DispatchArgs& args) {

@@ -212,12 +212,26 @@ std::string trade_of(const json& document, const char* takes, double unit, const
   return figure_of(plot);
 }
 
+/// Arms of other sizes beside each other are to be seen by them.
+bool sizes_differ(const json& document) {
+  std::vector<double> sizes;
+  for (const json& arm : arms_of(document)) {
+    if (const auto size = number_of(arm, "parameters")) sizes.push_back(*size);
+  }
+  const auto [least, most] = std::minmax_element(sizes.begin(), sizes.end());
+  return !sizes.empty() && *most > 1.1 * *least;
+}
+
 std::string trades_of(const json& document) {
   const double reference = reference_operations(document);
   std::string html;
   if (reference > 0) {
     html += trade_of(document, "executed", 1 / reference, "Loss against operations",
                      "operations a token, over the reference's");
+  }
+  if (sizes_differ(document)) {
+    html +=
+        trade_of(document, "parameters", 1e-6, "Loss against parameters", "millions, all of them");
   }
   html += trade_of(document, "seconds", 1, "Loss against time of training", "seconds a run");
   if (html.empty()) return "";

@@ -26,9 +26,11 @@ inline constexpr double kLevel = 0.05;
 
 /// Sentences, each carried by an interval of findings_of().
 /// @param floors  Of n-grams, orders from 1.
+/// @param passes  How often a run reads the text it is trained on.
 [[nodiscard]] std::vector<std::string> sentences_of(const StudyConfig& study,
                                                     const nlohmann::json& arms,
-                                                    const std::vector<double>& floors);
+                                                    const std::vector<double>& floors,
+                                                    double passes);
 
 /// Tables and sentences of a document of study_files.hpp, to stdout.
 void print_findings(const nlohmann::json& document);

@@ -11,6 +11,10 @@ namespace {
 
 using nlohmann::json;
 
+/// A loss that ends this far above its lowest on the way, in nats a byte, is said to: more than
+/// points of one curve beside each other differ by.
+constexpr double kRise = 0.005;
+
 std::string interval_words(const json& difference) {
   return fmt::format("{:+.4f} nats a byte, 95% interval {:+.4f} to {:+.4f}",
                      difference["mean"].get<double>(), difference["low"].get<double>(),
@@ -69,6 +73,23 @@ std::string operations_sentence(const json& arm, const json& reference) {
       arm["name"].get<std::string>(), ratio, reference["name"].get<std::string>());
 }
 
+/// The last step counts, whatever it is worth: so where training went on for too long is said.
+std::string rise_sentence(const json& arm, double passes) {
+  if (!arm["loss"].is_object() || arm["curve"].empty()) return "";
+  const json& lowest =
+      *std::min_element(arm["curve"].begin(), arm["curve"].end(), [](const json& a, const json& b) {
+        return a["mean"].get<double>() < b["mean"].get<double>();
+      });
+  const double last = arm["curve"].back()["mean"].get<double>();
+  if (last - lowest["mean"].get<double>() <= kRise) return "";
+  return fmt::format(
+      "{}: from {:.4f} nats a byte behind step {} its loss rises to {:.4f} at the last step, which "
+      "counts: it reads the text {:.1f} times, and would have ended lower by fewer steps or more "
+      "text.",
+      arm["name"].get<std::string>(), lowest["mean"].get<double>(),
+      lowest["step"].get<std::int64_t>(), last, passes);
+}
+
 std::string floor_sentence(const json& arm, const std::vector<double>& floors) {
   if (floors.empty() || !arm["loss"].is_object()) return "";
   const auto best = std::min_element(floors.begin(), floors.end());
@@ -83,7 +104,7 @@ std::string floor_sentence(const json& arm, const std::vector<double>& floors) {
 }  // namespace
 
 std::vector<std::string> sentences_of(const StudyConfig& study, const json& arms,
-                                      const std::vector<double>& floors) {
+                                      const std::vector<double>& floors, double passes) {
   std::vector<std::string> sentences;
   const auto add = [&](std::string sentence) {
     if (!sentence.empty()) sentences.push_back(std::move(sentence));
@@ -112,6 +133,7 @@ std::vector<std::string> sentences_of(const StudyConfig& study, const json& arms
           "may lie beyond.",
           arm["name"].get<std::string>(), arm["rate"].get<double>()));
     }
+    add(rise_sentence(arm, passes));
     add(floor_sentence(arm, floors));
   }
   if (study.tuning.rates.size() == 1) {

@@ -93,13 +93,14 @@ class Study {
     fmt::print("{}{}{}\n", study_.name, study_.what.empty() ? "" : ": ", printable(study_.what));
     const std::string at_a_time =
         jobs() == 1 ? "" : fmt::format("{} runs at a time, each ", options_.jobs);
-    fmt::print("text {}, held out {}; reference {}; {} seed{}, {}{}{} thread{}\n",
-               human_count(static_cast<double>(text_.num_bytes()), "B"),
-               human_count(static_cast<double>(valid_.num_bytes()), "B"),
-               study_.arms[study_.reference].name, study_.seeds.size(),
-               study_.seeds.size() == 1 ? "" : "s", at_a_time,
-               place_.backend == Backend::kCuda ? "a GPU, " : "", place_.num_threads,
-               place_.num_threads == 1 ? "" : "s");
+    fmt::print(
+        "text {}, read {:.2g} times, held out {}; reference {}; {} seed{}, {}{}{} thread{}\n",
+        human_count(static_cast<double>(text_.num_bytes()), "B"), passes(),
+        human_count(static_cast<double>(valid_.num_bytes()), "B"),
+        study_.arms[study_.reference].name, study_.seeds.size(),
+        study_.seeds.size() == 1 ? "" : "s", at_a_time,
+        place_.backend == Backend::kCuda ? "a GPU, " : "", place_.num_threads,
+        place_.num_threads == 1 ? "" : "s");
     std::size_t name_width = 0;
     for (const StudyArm& arm : study_.arms) name_width = std::max(name_width, arm.name.size());
     for (const std::size_t index : arms_) {
@@ -299,7 +300,7 @@ class Study {
                           {"extend", study_.tuning.extend}};
     const models::TrainConfig& train = study_.arms.front().train;
     document["steps"] = train.schedule.steps;
-    document["tokens"] = train.schedule.steps * train.sequences * train.model.sequence;
+    document["tokens"] = tokens();
     document["equal_time"] = study_.equal_time;
     for (const auto& [key, of] : {std::pair{"text", &text_}, {"valid", &valid_}}) {
       document[key] = {{"documents", of->documents().size()},
@@ -315,10 +316,18 @@ class Study {
     for (std::size_t i = 0; i < study_.arms.size(); ++i) {
       document["arms"][i]["model"] = arm_words(study_, study_.arms[i]);
     }
-    document["sentences"] = sentences_of(study_, document["arms"], floors_);
+    document["sentences"] = sentences_of(study_, document["arms"], floors_, passes());
     return document;
   }
 
+  /// That each arm is trained on, here bytes of text.
+  [[nodiscard]] std::int64_t tokens() const {
+    const models::TrainConfig& train = study_.arms.front().train;
+    return train.schedule.steps * train.sequences * train.model.sequence;
+  }
+  [[nodiscard]] double passes() const {
+    return static_cast<double>(tokens()) / static_cast<double>(text_.num_bytes());
+  }
   [[nodiscard]] int jobs() const { return static_cast<int>(options_.jobs); }
   [[nodiscard]] std::vector<std::size_t> all_arms() const {
     std::vector<std::size_t> arms(study_.arms.size());

@@ -1,5 +1,6 @@
 // The host's side of the exchange between GPUs: memory and kernels are made at creation, calls only
 // fill in parameters and enqueue (expert_parallel_state.cpp).
+#include "core/gpu/device_wide.hpp"
 #include "switchyard/device_dispatch.hpp"
 
 #include <utility>
@@ -64,8 +65,8 @@ void DeviceExpertParallel::check() const {
 void DeviceExpertParallel::recover() {
   State& state = *state_;
   SWITCHYARD_CUDA(cudaSetDevice(state.device));
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());  // this rank's kernels have left, or will in time
-  state.communicator.recover();              // all ranks' have
+  SWITCHYARD_CUDA(wait_for_device());  // this rank's kernels have left, or will in time
+  state.communicator.recover();        // all ranks' have
   state.reset();
 }
 

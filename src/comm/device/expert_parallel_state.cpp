@@ -10,6 +10,7 @@
 #include "core/check.hpp"
 #include "core/gpu/cuda_check.hpp"
 #include "core/gpu/cuda_device.hpp"
+#include "core/gpu/device_wide.hpp"
 #include "core/gpu/stage_ranges.hpp"
 #include "core/tree_width.hpp"
 
@@ -119,7 +120,7 @@ void DeviceExpertParallel::State::forget_results() {
   const ExchangeLayout& layout = params.layout;
   SWITCHYARD_CUDA(cudaMemset(params.window[params.rank] + layout.result(0), 0xff,
                              static_cast<std::size_t>(layout.flags_begin() - layout.result(0))));
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  SWITCHYARD_CUDA(wait_for_device());
 }
 
 DeviceRowLists DeviceExpertParallel::State::lists_of(const DeviceExpertLists& lists) const {
@@ -304,7 +305,7 @@ void DeviceExpertParallel::State::reset() {
       cudaMemset(params.window[params.rank] + layout.flags_begin(), 0,
                  static_cast<std::size_t>(layout.bytes_with_flags() - layout.flags_begin())));
   SWITCHYARD_CUDA(cudaMemset(state.data(), 0, sizeof(DeviceExchangeState)));
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  SWITCHYARD_CUDA(wait_for_device());
   if (by_few()) forget_results();
   *static_cast<DeviceFailure*>(failure.get()) = {};
   dispatches = 0;
@@ -316,7 +317,7 @@ void DeviceExpertParallel::State::reset() {
 
 void DeviceExpertParallel::State::renew() {
   SWITCHYARD_CUDA(cudaSetDevice(device));
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  SWITCHYARD_CUDA(wait_for_device());
   communicator.barrier("no kernel runs any more");
   reset();
 }

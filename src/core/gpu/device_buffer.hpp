@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/gpu/cuda_check.hpp"
+#include "core/gpu/device_wide.hpp"
 #include "core/gpu/memory_count.hpp"
 #include "switchyard/tensor.hpp"
 
@@ -71,7 +72,7 @@ class DeviceBuffer {
       memory_ = DeviceMemory(bytes);
       bytes_ = bytes;
       SWITCHYARD_CUDA(cudaMemset(data(), 0, static_cast<std::size_t>(bytes)));
-      SWITCHYARD_CUDA(cudaDeviceSynchronize());
+      SWITCHYARD_CUDA(wait_for_device());
     }
     return data();
   }

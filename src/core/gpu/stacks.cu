@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/gpu/cuda_check.hpp"
+#include "core/gpu/device_wide.hpp"
 
 namespace switchyard {
 namespace {
@@ -23,7 +24,7 @@ __global__ void stack_kernel(std::byte* out) {
 void make_room_for_stacks() {
   stack_kernel<<<1, 32>>>(nullptr);
   SWITCHYARD_CUDA(cudaGetLastError());
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  SWITCHYARD_CUDA(wait_for_device());
 }
 
 }  // namespace switchyard

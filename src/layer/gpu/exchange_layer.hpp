@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 
+#include "core/gpu/device_wide.hpp"
 #include "core/gpu/saved_memory.hpp"
 #include "layer/gpu/backward/backward.hpp"
 #include "layer/gpu/backward/gradient_exchange.hpp"
@@ -21,7 +22,7 @@ using DeviceSavedMemory = SavedOnDevice<SavedMemory>;
 class ExchangeLayer final : public LayerRunner {
  public:
   ExchangeLayer(const LayerModel& model, const LayerOptions& options, Communicator& communicator);
-  ~ExchangeLayer() override { cudaDeviceSynchronize(); }
+  ~ExchangeLayer() override { (void)wait_for_device(); }
   ExchangeLayer(const ExchangeLayer&) = delete;
   ExchangeLayer& operator=(const ExchangeLayer&) = delete;
 

@@ -3,6 +3,7 @@
 
 #include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
+#include "core/gpu/device_wide.hpp"
 #include "experts/gpu/in_place.hpp"
 #include "experts/gpu/workspace.hpp"
 #include "layer/compute_check.hpp"
@@ -222,7 +223,7 @@ void CudaExperts::rehearse(const RawMatrix& sums, bool each_group, const Executi
             .scale = {reinterpret_cast<const float*>(x.data), {received, scales}}},
            reduced, execution);
   }
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());  // before ids and weights go
+  SWITCHYARD_CUDA(wait_for_device());  // before ids and weights go
 }
 
 }  // namespace switchyard

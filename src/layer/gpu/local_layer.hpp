@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/gpu/device_wide.hpp"
 #include "layer/gpu/backward/backward.hpp"
 #include "layer/gpu/stages.hpp"
 #include "layer/layer_runner.hpp"
@@ -11,7 +12,7 @@ namespace switchyard {
 class LocalLayer final : public LayerRunner {
  public:
   LocalLayer(const LayerModel& model, const LayerOptions& options);
-  ~LocalLayer() override { cudaDeviceSynchronize(); }
+  ~LocalLayer() override { (void)wait_for_device(); }
   LocalLayer(const LocalLayer&) = delete;
   LocalLayer& operator=(const LocalLayer&) = delete;
 

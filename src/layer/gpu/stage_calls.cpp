@@ -8,6 +8,7 @@
 
 #include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
+#include "core/gpu/device_wide.hpp"
 #include "experts/gpu/planned_experts.hpp"
 #include "experts/gpu/weights.hpp"
 #include "layer/expert_runner.hpp"
@@ -23,7 +24,7 @@ namespace {
 class Planner {
  public:
   explicit Planner(std::int32_t num_experts) : num_experts_(num_experts) {}
-  ~Planner() { cudaDeviceSynchronize(); }
+  ~Planner() { (void)wait_for_device(); }
   Planner(const Planner&) = delete;
   Planner& operator=(const Planner&) = delete;
 

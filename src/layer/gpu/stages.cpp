@@ -6,6 +6,7 @@
 
 #include "core/check.hpp"
 #include "core/gpu/cuda_device.hpp"
+#include "core/gpu/device_wide.hpp"
 #include "layer/compute_check.hpp"
 #include "layer/gpu/kernels.hpp"
 #include "layer/gpu/wire_rows.hpp"
@@ -135,7 +136,7 @@ Matrix<const float> CudaStages::run_shared(ConstRawMatrix tokens, SavedForward::
 }
 
 void CudaStages::reload_experts() {
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  SWITCHYARD_CUDA(wait_for_device());
   experts_->drop();  // until all are new the layer has none
   if (shared_) {
     shared_->weights().reset();  // never two copies

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/gpu/cuda_check.hpp"
+#include "core/gpu/device_wide.hpp"
 
 namespace switchyard::models::gpu {
 
@@ -42,6 +43,7 @@ class Graph {
  public:
   template <class Body>
   Graph(cudaStream_t stream, const Body& body) {
+    const CaptureTurn turn;
     cudaGraph_t graph = nullptr;
     SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     try {

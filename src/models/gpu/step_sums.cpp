@@ -4,6 +4,7 @@
 
 #include "core/gpu/cuda_check.hpp"
 #include "core/gpu/cuda_device.hpp"
+#include "core/gpu/device_wide.hpp"
 #include "layer/gpu/shared_gpu.hpp"
 
 namespace switchyard::models::gpu {
@@ -37,7 +38,7 @@ StepSums::StepSums(Communicator& ranks, std::int64_t size, std::int64_t summed)
   const std::uintptr_t behind = reinterpret_cast<std::uintptr_t>(place) % kAlign;
   memory_ = place + static_cast<std::ptrdiff_t>((kAlign - behind) % kAlign / sizeof(float));
   SWITCHYARD_CUDA(cudaMemset(place, 0, static_cast<std::size_t>(4 * (kPadding + size))));
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  SWITCHYARD_CUDA(wait_for_device());
   ranks.barrier("memory of a step's sums");
 }
 

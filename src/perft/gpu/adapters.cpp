@@ -7,6 +7,7 @@
 #include "comm/host/rank_sums.hpp"
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/cuda_memory.hpp"
+#include "core/gpu/device_wide.hpp"
 #include "experts/gpu/in_place.hpp"
 #include "experts/raw_matrix.hpp"
 #include "layer/gpu/backward/kernels.hpp"
@@ -73,7 +74,7 @@ class PackedAdapters {
                     w2.data() + layout_.place_of_b(j, h, 0) * size);
       }
     }
-    SWITCHYARD_CUDA(cudaDeviceSynchronize());  // who still reads what was there
+    SWITCHYARD_CUDA(wait_for_device());  // who still reads what was there
     copy_to_device(w13_.data(), w13.data(), w13.size());
     copy_to_device(w2_.data(), w2.data(), w2.size());
   }

@@ -2,12 +2,17 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <fstream>
 #include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
+#include <vector>
 
+#include "switchyard/error.hpp"
 #include "switchyard/models/files.hpp"
 #include "switchyard/models/trainer.hpp"
 #include "tests/models/small_run.hpp"
@@ -83,6 +88,29 @@ TEST_F(TrainerOnGpu, SmallRunsHaveTheSameBytesTwiceAndResumed) {
     EXPECT_EQ(files_of(train(config, text, nullptr, options(name + "-again"))), wanted);
     EXPECT_EQ(files_of(cut(config, name + "-cut")), wanted);
   }
+}
+
+/// As `study --jobs` does them: while one captures its step others make their memory, or give it
+/// back, and wait for the device.
+TEST_F(TrainerOnGpu, RunsOfSeveralThreadsHaveTheBytesOfOneAlone) {
+  const TrainConfig config = gpu_run();
+  const auto wanted = files_of(train(config, text, nullptr, options("alone")));
+  std::array<int, 4> equal{};
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < equal.size(); ++i) {
+    threads.emplace_back([&, i] {
+      for (int turn = 0; turn < 5; ++turn) {
+        const std::string name = std::to_string(i) + "-" + std::to_string(turn);
+        try {
+          equal[i] += files_of(train(config, text, nullptr, options(name))) == wanted ? 1 : 0;
+        } catch (const Error& error) {
+          ADD_FAILURE() << name << ": " << error.what();
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(equal, (std::array{5, 5, 5, 5}));
 }
 
 TEST_F(TrainerOnGpu, RoutersThatDrawAndBiasesThatMoveResumeAlikeToo) {

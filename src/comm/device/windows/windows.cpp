@@ -11,6 +11,7 @@
 
 #include "comm/ranks/agreement.hpp"
 #include "core/gpu/cuda_check.hpp"
+#include "core/gpu/device_wide.hpp"
 #include "core/gpu/memory_count.hpp"
 
 namespace switchyard {
@@ -116,7 +117,7 @@ void DeviceWindows::reach_peers(Communicator& communicator, std::size_t bytes) {
   DeviceMemoryCount::add(own_bytes_);
   parts_[static_cast<std::size_t>(own_rank_)] = static_cast<std::byte*>(own);
   SWITCHYARD_CUDA(cudaMemset(own, 0, bytes));
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  SWITCHYARD_CUDA(wait_for_device());
   Address address;
   int device = 0;
   SWITCHYARD_CUDA(cudaGetDevice(&device));
@@ -154,7 +155,7 @@ void DeviceWindows::end(std::chrono::milliseconds limit) noexcept {
   cudaGetDevice(&before);
   cudaSetDevice(device_);
   try {
-    SWITCHYARD_CUDA(cudaDeviceSynchronize());  // this rank's kernels have left, or will in time
+    SWITCHYARD_CUDA(wait_for_device());  // this rank's kernels have left, or will in time
     if (parts_.size() > 1) say_goodbye(limit);
   } catch (const std::exception&) {
     keep();

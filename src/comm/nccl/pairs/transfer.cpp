@@ -16,6 +16,7 @@
 #include "core/check.hpp"
 #include "core/gpu/cuda_check.hpp"
 #include "core/gpu/device_buffer.hpp"
+#include "core/gpu/device_wide.hpp"
 
 namespace switchyard {
 namespace {
@@ -56,7 +57,7 @@ struct NcclTransfer::State {
     int before = device;
     cudaGetDevice(&before);
     cudaSetDevice(device);
-    cudaDeviceSynchronize();  // what does not end in time is given up
+    (void)wait_for_device();  // what does not end in time is given up
     watch.reset();
     pairs.reset();
     cudaSetDevice(before);

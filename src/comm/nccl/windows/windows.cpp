@@ -16,6 +16,7 @@
 #include "comm/ranks/agreement.hpp"
 #include "core/check.hpp"
 #include "core/gpu/cuda_check.hpp"
+#include "core/gpu/device_wide.hpp"
 
 namespace switchyard {
 namespace {
@@ -48,7 +49,7 @@ struct NcclWindows::State {
                                                : fmt::format("NCCL: {} bytes: {}", size,
                                                              nccl.get_error_string(status)));
       SWITCHYARD_CUDA(cudaMemset(made->memory, 0, size));
-      SWITCHYARD_CUDA(cudaDeviceSynchronize());
+      SWITCHYARD_CUDA(wait_for_device());
       require_no_trouble(comm, ErrorCode::kUnsupported, register_window(size));
       require_no_trouble(comm, ErrorCode::kUnsupported, find_parts(comm));
     } catch (...) {

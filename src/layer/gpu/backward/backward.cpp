@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "core/gpu/cuda_memory.hpp"
+#include "core/gpu/device_wide.hpp"
 #include "layer/gpu/backward/expert_tokens.hpp"
 #include "layer/gpu/kernels.hpp"
 #include "layer/saved_losses.hpp"
@@ -44,7 +45,7 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, Recompute recompute, Cu
   }
   (void)row_weight_.vector<float>(rows);
   fill_ones(ones_.vector<float>(rows), nullptr);
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  SWITCHYARD_CUDA(wait_for_device());
   (void)dweight_.matrix<float>(num_tokens, router.top_k());
   (void)dlogits_.matrix<float>(num_tokens, logits);
   if (router.noise.kind == RouterNoise::Kind::kLearned) {

@@ -3,6 +3,7 @@
 #include "models/gpu/generation/cache.hpp"
 
 #include "core/check.hpp"
+#include "core/gpu/device_wide.hpp"
 #include "models/gpu/model.hpp"
 
 namespace switchyard::models::gpu {
@@ -77,7 +78,7 @@ GpuCache::GpuCache(const ModelConfig& config, const ModelOptions& options,
 }
 
 GpuCache::~GpuCache() {
-  if (next_ >= 0) cudaDeviceSynchronize();  // a step may be under way
+  if (next_ >= 0) (void)wait_for_device();  // a step may be under way
 }
 
 CacheLayer GpuCache::layer(std::int32_t l) const {

@@ -1,4 +1,4 @@
-// Studies: files and what is wrong with them, tuned rates, the order of runs, pairs, findings.
+// Studies: files and what is wrong with them, tuned rates, the order of runs.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -10,34 +10,16 @@
 #include <random>
 #include <sstream>
 
-#include "bench/measure/inference.hpp"
 #include "switchyard/error.hpp"
 #include "switchyard/models/model.hpp"
+#include "tests/tool/study/small_study.hpp"
 #include "tool/options/usage_error.hpp"
-#include "tool/study/findings.hpp"
 #include "tool/study/plan.hpp"
 
 namespace switchyard::tool {
 namespace {
 
 using nlohmann::json;
-
-json small_study() {
-  return {{"model",
-           {{"preset", "smoke"}, {"hidden", 16}, {"heads", 2}, {"sequence", 16}, {"inner", 8}}},
-          {"train", {{"steps", 20}, {"sequences", 2}}},
-          {"text", {"a.txt"}},
-          {"valid", {"b.txt"}},
-          {"seeds", {1, 2, 3}},
-          {"tuning", {{"seed", 9}, {"steps", 10}, {"rates", {0.001, 0.002, 0.004}}}},
-          {"reference", "b"},
-          {"arms",
-           {{{"name", "a"}, {"router", "switch"}, {"model", {{"top_k", 1}}}},
-            {{"name", "b"}, {"router", "top-k:top-k=2"}},
-            {{"name", "c"}, {"router", "hash"}, {"model", {{"balance", 0}, {"z", 0}}}}}}};
-}
-
-StudyConfig parsed(const json& study) { return parse_study(study.dump(), "here/file.json"); }
 
 /// The message of a study that is refused.
 std::string refusal(const json& study) {
@@ -214,20 +196,6 @@ TEST(StudyTuning, TriesAllThenBeyondTheEdgeThenTakesTheParabola) {
   EXPECT_EQ(tune({.rates = {0.3}}, {}).rate, 0.3);
 }
 
-json result_of(double loss, double rate = 0.002, double pace = 1000) {
-  return {{"loss", std::isfinite(loss) ? json(loss) : json()},
-          {"diverged", std::isfinite(loss) ? json() : json("step 3: the loss is not finite")},
-          {"learning_rate", rate},
-          {"tokens_per_s", pace},
-          {"seconds", 1},
-          {"steps", 20},
-          {"accuracy", 0.5},
-          {"causal", true},
-          {"leaks", {{"later tokens", 0.0}, {"other sequences", 0.0}}},
-          {"blocks", {{100, 100 * loss}, {50, 50 * loss}}},
-          {"curve", json::array()}};
-}
-
 TEST(StudyPlan, RunsComeInTheOrderOfTheirWorth) {
   json file = small_study();
   file["equal_time"] = true;
@@ -304,94 +272,6 @@ TEST(StudyPlan, SeveralAtATimeAreTheSameRunsWhateverEndsFirst) {
     EXPECT_EQ(results, one_by_one);
     EXPECT_EQ(most, 5U);
   }
-}
-
-/// Runs of three arms with these losses, seeds 1 to 3.
-RunResults results_with(const std::vector<std::vector<double>>& losses) {
-  RunResults results;
-  for (std::size_t arm = 0; arm < losses.size(); ++arm) {
-    for (std::size_t i = 0; i < losses[arm].size(); ++i) {
-      const std::string name(1, char('a' + arm));
-      results[name + "/seed-" + std::to_string(i + 1)] = result_of(losses[arm][i]);
-    }
-  }
-  return results;
-}
-
-std::string text_of(const std::vector<std::string>& sentences) {
-  return std::accumulate(sentences.begin(), sentences.end(), std::string());
-}
-
-TEST(StudyFindings, SayWhatTheirIntervalsCarryAndNoMore) {
-  const StudyConfig study = parsed(small_study());
-  // a is lower by 0.1 and little noise; c is not to be told from b.
-  const RunResults results =
-      results_with({{1.9, 2.001, 2.1}, {2.0, 2.1, 2.201}, {2.02, 2.06, 2.21}});
-  const json arms = findings_of(study, results);
-  const json& found = arms[0]["difference"];
-  const bench::PairedTest wanted = bench::paired_test({-0.1, 2.001 - 2.1, 2.1 - 2.201});
-  EXPECT_NEAR(found["mean"], wanted.mean, 1e-12);
-  EXPECT_NEAR(found["low"], wanted.interval.low, 1e-12);
-  EXPECT_NEAR(found["holm"], 2 * wanted.p.value(), 1e-12);
-  EXPECT_EQ(found["verdict"], "lower");
-  EXPECT_EQ(arms[2]["difference"]["verdict"], "none found");
-  EXPECT_NEAR(arms[2]["difference"]["smallest"],
-              arms[2]["difference"]["deviation"].get<double>() * bench::smallest_effect(3, 0.025),
-              1e-12);
-  EXPECT_FALSE(arms[1].contains("difference"));
-  const std::string text = text_of(sentences_of(study, arms, {3.0, 2.05}));
-  EXPECT_NE(text.find("a against b: a lower loss (-0.1000"), std::string::npos) << text;
-  EXPECT_NE(text.find("c against b: no difference found"), std::string::npos) << text;
-  EXPECT_NE(text.find("would have been"), std::string::npos) << text;
-  EXPECT_NE(text.find("b is 0.050 nats a byte above byte n-grams of order 2"), std::string::npos)
-      << text;
-}
-
-TEST(StudyFindings, OneSeedCarriesNothing) {
-  const StudyConfig study = parsed(small_study());
-  const json arms = findings_of(study, results_with({{1.0}, {2.0}}));
-  EXPECT_EQ(arms[0]["difference"]["verdict"], "one seed");
-  EXPECT_TRUE(arms[0]["difference"]["holm"].is_null());
-  EXPECT_TRUE(arms[2]["difference"].is_null());
-  EXPECT_NE(text_of(sentences_of(study, arms, {})).find("carries no claim"), std::string::npos);
-}
-
-TEST(StudyFindings, DivergedRunsStayAndLeaksAreNoFamily) {
-  const StudyConfig study = parsed(small_study());
-  RunResults results = results_with({{1.9, NAN, 2.1}, {2.0, 2.1, 2.2}, {1.0, 1.1, 1.201}});
-  results["c/seed-2"]["leaks"]["later tokens"] = 0.5;
-  json arms = findings_of(study, results);
-  EXPECT_EQ(arms[0]["difference"]["verdict"], "diverged");
-  EXPECT_EQ(arms[0]["diverged"].size(), 1U);
-  EXPECT_EQ(arms[0]["n"], 3);
-  EXPECT_EQ(arms[0]["difference"]["n"], 2);
-  EXPECT_EQ(arms[2]["difference"]["verdict"], "leaks");
-  EXPECT_EQ(arms[2]["leaks"]["later tokens"], 0.5);
-  const std::string text = text_of(sentences_of(study, arms, {}));
-  EXPECT_NE(text.find("a diverged with seed 2: step 3"), std::string::npos) << text;
-  EXPECT_NE(text.find("proves nothing"), std::string::npos) << text;
-  EXPECT_EQ(text.find("lower loss"), std::string::npos) << text;
-  // A reference that diverged carries no claim either.
-  results = results_with({{1.9, 2.0, 2.1}, {2.0, NAN, 2.2}, {1.0, 1.1, 1.201}});
-  arms = findings_of(study, results);
-  EXPECT_EQ(arms[0]["difference"]["verdict"], "diverged");
-}
-
-TEST(StudyFindings, AnotherTextMaySayOtherwise) {
-  const StudyConfig study = parsed(small_study());
-  RunResults results = results_with({{1.9, 2.001, 2.1}, {2.0, 2.1, 2.201}});
-  // All of the difference is in one block of many, and against it in the others.
-  for (auto& [name, result] : results) {
-    json blocks = json::array();
-    for (int i = 0; i < 12; ++i) {
-      const double gain = i == 0 ? -40 : 2.5;
-      blocks.push_back({100, 200 + (name.starts_with("a/") ? gain : 0)});
-    }
-    result["blocks"] = blocks;
-  }
-  const json arms = findings_of(study, results);
-  EXPECT_EQ(arms[0]["difference"]["verdict"], "this text");
-  EXPECT_NE(text_of(sentences_of(study, arms, {})).find("only on this text"), std::string::npos);
 }
 
 }  // namespace
