@@ -144,7 +144,9 @@ class FromFileToFindings(TestWithStudy):
         self.assertFalse(self.found()["runs"]["whole"])
         self.assertEqual(self.found()["arms"][1]["n"], 2)
         self.assertIsNone(self.found()["arms"][1]["difference"])
+        self.file("out/study.json", json.dumps({**self.found(), "floors": [7.5]}))
         self.assert_fine(self.run_study())
+        self.assertEqual(self.found()["floors"], [7.5])  # counted once
         self.assert_fine(self.run_study(output="whole"))
         self.assertEqual(self.weights(), self.weights("whole"))
 
@@ -253,6 +255,7 @@ class StudiesThatEndEarly(TestWithStudy):
         out, err = process.communicate(timeout=60)
         self.assertEqual(process.returncode, 130, out + err)
         self.assertEqual(self.found()["runs"], {"planned": 6, "finished": 0, "whole": False})
+        self.assertEqual(self.found()["floors"], [])  # which would take a while of large texts
         self.assertTrue(any(name.startswith("step-")
                             for name in os.listdir(f"{self.d}/out/top-2/seed-1")))
 

@@ -319,9 +319,11 @@ std::string floors_of(const json& document) {
   for (std::size_t i = 0; i < floors.size(); ++i) {
     rows.push_back({fmt::format("{}", i + 1), fmt::format("{:.4f}", floors[i].get<double>())});
   }
-  return "<section id=floors><h2>Floors</h2>\n<p>What byte n-grams (Witten-Bell), counted in the "
-         "same text, lose on what is held out.</p>\n" +
-         plain_table({"order", "nats a byte"}, rows) + "</section>\n";
+  const std::string begin =
+      "<section id=floors><h2>Floors</h2>\n<p>What byte n-grams (Witten-Bell), counted in the same "
+      "text, lose on what is held out";
+  if (rows.empty()) return begin + ": not counted, the study was interrupted.</p></section>\n";
+  return begin + ".</p>\n" + plain_table({"order", "nats a byte"}, rows) + "</section>\n";
 }
 
 std::string made_by(const json& document) {

@@ -130,7 +130,7 @@ class Study {
     }
     seconds_ = std::chrono::duration<double>(Clock::now() - begin).count();
     check_results();
-    if (floors_.empty()) floors_ = models::witten_bell_floors(text_, valid_);
+    count_floors();
     document_ = study_document();
     write_study(place_.directory, document_, results_);
     if (options_.json) {
@@ -288,6 +288,18 @@ class Study {
     return result;
   }
 
+  /// Once for a directory. Who interrupts does not wait for it.
+  void count_floors() {
+    floors_ = counted_floors(place_.directory, text_json(text_), text_json(valid_));
+    if (floors_.empty() && !stopped_) floors_ = models::witten_bell_floors(text_, valid_);
+  }
+
+  static json text_json(const models::Text& text) {
+    return {{"documents", text.documents().size()},
+            {"bytes", text.num_bytes()},
+            {"fingerprint", text.fingerprint()}};
+  }
+
   [[nodiscard]] json study_document() const {
     json document = start_document(options_);
     document["study"] = study_.name;
@@ -302,11 +314,8 @@ class Study {
     document["steps"] = train.schedule.steps;
     document["tokens"] = tokens();
     document["equal_time"] = study_.equal_time;
-    for (const auto& [key, of] : {std::pair{"text", &text_}, {"valid", &valid_}}) {
-      document[key] = {{"documents", of->documents().size()},
-                       {"bytes", of->num_bytes()},
-                       {"fingerprint", of->fingerprint()}};
-    }
+    document["text"] = text_json(text_);
+    document["valid"] = text_json(valid_);
     document["floors"] = floors_;
     document["runs"] = {{"planned", planned_},
                         {"finished", results_.size()},

@@ -1,5 +1,7 @@
 #include "tool/study/study_files.hpp"
 
+#include <algorithm>
+
 #include "checkpoint/files/json.hpp"
 #include "checkpoint/files/mapped_file.hpp"
 #include "core/atomic_file.hpp"
@@ -30,6 +32,18 @@ json read_study(const std::filesystem::path& directory) {
                        document.contains("sentences") && document.contains("reference");
   if (!is_ours) throw UsageError("FILE: {} is no study's", file.string());
   return document;
+}
+
+std::vector<double> counted_floors(const std::filesystem::path& directory, const json& text,
+                                   const json& valid) {
+  if (kind_of(directory / kStudyFile) != FileKind::kFile) return {};
+  const json document = read_study(directory);
+  if (document.value("text", json()) != text || document.value("valid", json()) != valid) return {};
+  const json floors = document.value("floors", json());
+  const bool are_numbers =
+      floors.is_array() && std::all_of(floors.begin(), floors.end(),
+                                       [](const json& floor) { return floor.is_number(); });
+  return are_numbers ? floors.get<std::vector<double>>() : std::vector<double>{};
 }
 
 }  // namespace switchyard::tool
