@@ -55,7 +55,7 @@ int routers_command(const Options& options) {
     return kFine;
   }
   for (const RouterKind& kind : router_kinds()) print(kind);
-  fmt::print("\nBeside routings, none of a layer's --router:\n");
+  fmt::print("\nBeside routings, none of a layer's --router (of train's soft-moe is one):\n");
   for (const auto kinds : {mixing_kinds(), adapter_kinds()}) {
     for (const RouterKind& kind : kinds) print(kind);
   }

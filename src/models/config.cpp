@@ -31,6 +31,35 @@ void check_attention(const ModelConfig& config) {
           "rope_theta={} is not a number above 1", config.rope_theta);
 }
 
+/// Slots are full whatever the router says: there is nothing to even, to drop or to move.
+void check_soft_moe(const ModelConfig& config, const SoftMoeConfig& soft) {
+  require(soft.slots <= kMost / config.experts, "the router {}: {} slots of {} experts, at most {}",
+          config.router, soft.slots, config.experts, kMost / config.experts);
+  if (soft.causal) {
+    require(soft.group > 0 && soft.group < config.sequence,
+            "the router {}: tokens read the slots of the group before theirs, want a group below "
+            "the sequence of {}",
+            config.router, config.sequence);
+  } else {
+    require(soft.group == 0 || soft.group == config.sequence,
+            "the router {}: of a model the group is a sequence, want group=0, or causal=yes",
+            config.router);
+  }
+  for (const auto& [name, value] :
+       {std::pair("capacity_factor", config.capacity_factor.value_or(0)),
+        std::pair("bias_rate", config.bias_rate),
+        std::pair("shared_inner", double(config.shared_inner))}) {
+    require(value == 0, "{}={}: the router {} of a model has none", name, value, config.router);
+  }
+  check(config.losses, config.experts);
+  require(
+      !config.losses.any(),
+      "losses are of a router's logits over its experts, and the router {} has them over slots: "
+      "want balance={}, z={}, importance={} and entropy={} to be 0",
+      config.router, config.losses.balance, config.losses.z, config.losses.importance,
+      config.losses.entropy);
+}
+
 void check_experts(const ModelConfig& config) {
   require_size("experts", config.experts, 1);
   require_size("inner", config.inner, 1);
@@ -42,6 +71,7 @@ void check_experts(const ModelConfig& config) {
           "capacity_factor={} is not positive", config.capacity_factor.value_or(0));
   require(std::isfinite(config.bias_rate) && config.bias_rate >= 0,
           "bias_rate={} is not a number from 0", config.bias_rate);
+  if (const auto soft = soft_moe_config(config)) return check_soft_moe(config, *soft);
   const LayerConfig layer = layer_config(config);
   check(layer);
   check(config.losses, config.experts);
@@ -90,6 +120,8 @@ void check_adapters(const ModelConfig& config) {
   require(adapters.kind != PerftKind::kEmbedded || adapters.num_adapters == config.experts,
           "adapters: num_adapters={} of kind embedded, want the {} of the model's experts",
           adapters.num_adapters, config.experts);
+  require(!soft_moe_config(config), "adapters of kind {}: the router {} has none beside it", kind,
+          config.router);
   require(
       adapters.kind != PerftKind::kEmbedded || !layer_config(config).router.is_chain(),
       "adapters of kind embedded have the routing of their layer, and the router {} has one for "
@@ -107,6 +139,10 @@ struct LayerCounts {
   std::int64_t all = 0, active = 0, adapters = 0, active_adapters = 0;
 };
 
+std::int64_t group_of(const SoftMoeConfig& soft, const ModelConfig& config) {
+  return soft.group == 0 ? config.sequence : soft.group;
+}
+
 LayerCounts count_layer(const ModelConfig& config, std::int32_t l) {
   const std::int64_t hidden = config.hidden, dim = config.head_dim;
   const std::int64_t of_q = config.heads * dim, of_k = config.kv_heads * dim;
@@ -120,6 +156,14 @@ LayerCounts count_layer(const ModelConfig& config, std::int32_t l) {
     counts.active += 3 * hidden * config.dense_inner;
     return counts;
   }
+  const std::int64_t each = 3 * hidden * config.inner;
+  if (const auto soft = soft_moe_config(config)) {
+    // Of a token: logits, its part of slots, and what it reads of them; its share of the slots.
+    const std::int64_t slots = config.experts * soft->slots;
+    counts.all += config.experts * each + slots * hidden + 1;
+    counts.active += 3 * slots * hidden + slots * each / group_of(*soft, config);
+    return counts;
+  }
   const RouterConfig router = layer_config(config).router;
   const std::int64_t shared = 3 * hidden * config.shared_inner + (config.shared_gated ? hidden : 0);
   std::int64_t gate = 0;
@@ -129,7 +173,6 @@ LayerCounts count_layer(const ModelConfig& config, std::int32_t l) {
         router.network.size(hidden);
   }
   if (router.noise.kind == RouterNoise::Kind::kLearned) gate += router.num_logits() * hidden;
-  const std::int64_t each = 3 * hidden * config.inner;
   counts.all += config.experts * each + shared + gate;
   counts.active += config.top_k * each + router.num_gates() * shared + gate;
   if (config.adapters) {
@@ -203,7 +246,19 @@ void check(const ModelConfig& config) {
   if (config.adapters) check_adapters(config);
 }
 
+std::optional<SoftMoeConfig> soft_moe_config(const ModelConfig& config) {
+  return parse_soft_moe(config.router);
+}
+
+double experts_of_token(const ModelConfig& config) {
+  const auto soft = soft_moe_config(config);
+  if (!soft) return config.top_k;
+  return static_cast<double>(config.experts * soft->slots) /
+         static_cast<double>(group_of(*soft, config));
+}
+
 bool takes_losses(const ModelConfig& config) {
+  if (soft_moe_config(config)) return false;
   const RouterConfig router = layer_config(config).router;
   return router.has_logits() && router.num_logits() == router.num_experts;
 }
@@ -225,7 +280,7 @@ LayerConfig layer_config(const ModelConfig& config) {
 }
 
 std::optional<std::int32_t> taken_top_k(const ModelConfig& config) {
-  if (config.first_dense == config.layers) return std::nullopt;
+  if (config.first_dense == config.layers || soft_moe_config(config)) return std::nullopt;
   const RouterConfig router = layer_config(config).router;
   if (router.is_variable() || router.num_logits() > router.num_experts) return std::nullopt;
   return router.num_gates() * router.top_k();
@@ -241,6 +296,10 @@ double preactivations(const ModelConfig& config) {
   const std::int64_t dense = std::int64_t{config.first_dense} * config.dense_inner;
   const std::int64_t routed = config.layers - config.first_dense;
   if (routed == 0) return 2 * static_cast<double>(dense);
+  if (soft_moe_config(config)) {
+    return 2 * (static_cast<double>(dense) +
+                static_cast<double>(routed * config.inner) * experts_of_token(config));
+  }
   const std::int64_t each =
       config.top_k * config.inner + layer_config(config).router.num_gates() * config.shared_inner;
   return 2 * static_cast<double>(dense + routed * each);
@@ -283,11 +342,18 @@ ModelCounts count(const ModelConfig& config) {
   // pre-activations) and what its MoeLayer keeps for its backward (dout, a row for each pick, two
   // sums); gradients, logits, rows and intermediate of one layer's experts.
   const auto hidden = static_cast<double>(config.hidden);
-  const auto picks = static_cast<double>(config.top_k);
+  const double picks = experts_of_token(config);
   const double of_layer = (7 + picks) * hidden + width * (3 * heads + 3 * kv_heads);
-  const auto inner = static_cast<double>(std::max(config.inner * config.top_k, config.dense_inner));
+  const double inner =
+      std::max(static_cast<double>(config.inner) * picks, static_cast<double>(config.dense_inner));
+  const auto soft = soft_moe_config(config);
+  // Of Soft-MoE: what each layer keeps, tokens, logits and slots; weights of one layer.
+  if (soft && routed_layers > 0) {
+    const auto slots = static_cast<double>(config.experts * soft->slots);
+    kept += routed_layers * (hidden + slots + 2 * picks * hidden) + 2 * slots;
+  }
   // Of a network of the router: what each layer keeps, and one layer's gradient.
-  if (routed_layers > 0) {
+  if (routed_layers > 0 && !soft) {
     const RouterConfig router = layer_config(config).router;
     if (!router.network.is_linear()) {
       kept += (routed_layers + 1) * static_cast<double>(router.network.inner(config.hidden));

@@ -111,6 +111,7 @@ const char* family_of(const ModelConfig& config) {
   if (config.first_dense == config.layers || config.shared_inner > 0 || config.bias_rate > 0) {
     return nullptr;
   }
+  if (soft_moe_config(config)) return nullptr;
   const LayerConfig layer = layer_config(config);
   const RouterConfig& router = layer.router;
   if (!router.is_top_k() || router.noise.kind != RouterNoise::Kind::kNone) return nullptr;
@@ -267,7 +268,7 @@ std::string to_json(const ModelConfig& asked) {
   json["decoder_sparse_step"] = 1;
   json["mlp_only_layers"] = Json::array();
   for (std::int32_t l = 0; l < config.first_dense; ++l) json["mlp_only_layers"].push_back(l);
-  if (config.experts > 0) {
+  if (config.experts > 0 && !soft_moe_config(config)) {
     const RouterConfig router = layer_config(config).router;
     json["norm_topk_prob"] = !router.is_top_k() || router.as_top_k().renormalize;
   }

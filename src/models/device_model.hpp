@@ -13,6 +13,9 @@
 
 namespace switchyard::models {
 
+/// @throws Error{kUnsupported}: what a GPU's model does not know of, by its name.
+void refuse_on_gpu(const ModelConfig& config);
+
 /// A step of training: gradients of all sequences, and the optimiser's change.
 struct DeviceStepArgs {
   Matrix<const std::int32_t> tokens{};   ///< [B, S], of all ranks.

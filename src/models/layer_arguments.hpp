@@ -22,6 +22,16 @@ inline Parameter parameter(const float* data, std::int64_t size, Backend backend
   return data == nullptr ? Parameter() : Parameter(data, DType::kF32, size, backend);
 }
 
+/// Of routed or shared experts; none of frozen ones.
+inline ExpertGradients expert_gradients(const Parameters& parameters, std::int64_t w13,
+                                        std::int64_t w2) {
+  if (parameters.gradient(w13) == nullptr) return {};
+  const auto& first = parameters.tensors()[static_cast<std::size_t>(w13)];
+  const auto& second = parameters.tensors()[static_cast<std::size_t>(w2)];
+  return {.w13 = raw(first.gradient, first.shape[0] * first.shape[1], first.shape[2]),
+          .w2 = raw(second.gradient, second.shape[0] * second.shape[1], second.shape[2])};
+}
+
 /// A dense layer as a MoE layer of one expert, which no router has to choose.
 inline LayerConfig dense_config(const ModelConfig& config) {
   RouterConfig router{.num_experts = 1};

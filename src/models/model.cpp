@@ -28,7 +28,13 @@ void add_rows(const float* from, const float* to_add, std::int64_t rows, std::in
   });
 }
 
-/// What the GPU's model does not know of.
+/// Of the operands of dense products.
+DType dense_type(const ModelOptions& options) {
+  return options.compute == DType::kBF16 ? DType::kBF16 : DType::kF32;
+}
+
+}  // namespace
+
 void refuse_on_gpu(const ModelConfig& config) {
   if (config.first_dense == config.layers) return;
   if (config.adapters) {
@@ -36,18 +42,18 @@ void refuse_on_gpu(const ModelConfig& config) {
          "adapters of kind {} run on a CPU so far: a model with adapters has no GPU",
          to_string(config.adapters->kind));
   }
+  if (soft_moe_config(config)) {
+    fail(
+        ErrorCode::kUnsupported,
+        "the router {} of a model runs on a CPU so far, not on a GPU: of C++ and Python soft_moe() "
+        "does",
+        config.router);
+  }
   const LayerConfig layer = layer_config(config);
   if (layer.router.network.is_linear()) return;
   fail(ErrorCode::kUnsupported, "the router {} runs on a CPU so far, not on a GPU: network={}",
        config.router, to_string(layer.router.network.kind));
 }
-
-/// Of the operands of dense products.
-DType dense_type(const ModelOptions& options) {
-  return options.compute == DType::kBF16 ? DType::kBF16 : DType::kF32;
-}
-
-}  // namespace
 
 Model::State::State(const ModelConfig& asked, const ModelOptions& how)
     : config(asked),
@@ -282,6 +288,7 @@ void Model::State::block_forward(const Call& call, std::int32_t l, LayerActivati
   clock.time("experts", static_cast<double>(num_tokens) * expert_flops(config, l), [&] {
     blocks[static_cast<std::size_t>(l)].forward({.x = {norm, {num_tokens, hidden}},
                                                  .ids = call.tokens.data,
+                                                 .positions = call.tokens.shape[1],
                                                  .step = call.step,
                                                  .first_token = call.first_token,
                                                  .training = call.training,

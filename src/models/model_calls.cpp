@@ -110,6 +110,10 @@ double Model::evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int3
          state_->device != nullptr ? "on a GPU" : "over ranks");
   }
   require(hook != nullptr, "the hook of a routing is empty");
+  if (state_->config.first_dense < state_->config.layers && soft_moe_config(state_->config)) {
+    fail(ErrorCode::kUnsupported,
+         "the router {} gives no token to an expert: a hook has no routing", state_->config.router);
+  }
   return state_->evaluate(tokens, targets, nll, &hook);
 }
 
@@ -285,6 +289,12 @@ void Model::decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float
   if (state.ranks != nullptr) {
     fail(ErrorCode::kUnsupported, "decoding token by token runs on one rank so far, not on {}",
          state.ranks->size());
+  }
+  if (config.first_dense < config.layers && soft_moe_config(config)) {
+    fail(ErrorCode::kUnsupported,
+         "decoding token by token: the router {} mixes the tokens of a group, which are not there "
+         "yet",
+         config.router);
   }
   const std::string kind = config.router.substr(0, config.router.find(':'));
   if (config.first_dense < config.layers && !find_router_kind(kind).causal) {

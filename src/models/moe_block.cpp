@@ -38,8 +38,12 @@ MoeBlock::MoeBlock(const ModelConfig& config, const ModelOptions& options,
       layer_(layer),
       dense_(config.is_dense(layer)),
       ranks_(dense_ ? nullptr : ranks_of(options)),
-      what_(dense_ ? dense_config(config) : layer_config(config)),
       saved_(options.recompute ? Recompute::kActivationInput : Recompute::kNone) {
+  if (!dense_ && soft_moe_config(config)) {
+    soft_.emplace(config, options, parameters, tensors_, threads);
+    return;
+  }
+  what_ = dense_ ? dense_config(config) : layer_config(config);
   training_.layer.emplace(layer_model(), layer_options(true), ranks_);
   if (config.adapters && !dense_) {
     adapters_.emplace(config, options, parameters, tensors_, threads);
@@ -87,6 +91,7 @@ LayerOptions MoeBlock::layer_options(bool training) const {
 }
 
 void MoeBlock::weights_changed() {
+  if (soft_) return soft_->weights_changed();
   training_.stale = true;
   inference_.stale = true;
   if (adapters_) adapters_->weights_changed();
@@ -105,6 +110,7 @@ MoeLayer& MoeBlock::layer_for(bool training) {
 }
 
 void MoeBlock::forward(const BlockCall& call, Matrix<float> out) {
+  if (soft_) return soft_->forward(call.x, call.positions, call.training, out);
   const auto [num_tokens, hidden] = call.x.shape;
   ForwardArgs args{.tokens = raw(call.x.data, num_tokens, hidden),
                    .out = raw(out.data, num_tokens, hidden)};
@@ -164,15 +170,8 @@ bool MoeBlock::ask(const RoutingHook& hook, ForwardArgs& args) {
   return true;
 }
 
-ExpertGradients MoeBlock::gradients(std::int64_t w13, std::int64_t w2) const {
-  if (parameters_->gradient(w13) == nullptr) return {};
-  const auto& first = parameters_->tensors()[static_cast<std::size_t>(w13)];
-  const auto& second = parameters_->tensors()[static_cast<std::size_t>(w2)];
-  return {.w13 = raw(first.gradient, first.shape[0] * first.shape[1], first.shape[2]),
-          .w2 = raw(second.gradient, second.shape[0] * second.shape[1], second.shape[2])};
-}
-
 void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale, bool accumulate) {
+  if (soft_) return soft_->backward(dout, dx, accumulate);
   const auto [num_tokens, hidden] = dout.shape;
   const Parameters& p = *parameters_;
   const std::int64_t num_logits =
@@ -185,8 +184,8 @@ void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale
       .dtokens = raw(dx.data, num_tokens, hidden),
       .dgate = raw(p.gradient(tensors_.gate), num_logits, what_.router.network.features(hidden)),
       .dnoise_gate = raw(p.gradient(tensors_.noise_gate), num_logits, hidden),
-      .experts = gradients(tensors_.w13, tensors_.w2),
-      .shared = gradients(tensors_.shared_w13, tensors_.shared_w2),
+      .experts = expert_gradients(p, tensors_.w13, tensors_.w2),
+      .shared = expert_gradients(p, tensors_.shared_w13, tensors_.shared_w2),
       .accumulate = accumulate};
   if (float* const gradient = p.gradient(tensors_.shared_gate)) {
     args.dshared_gate = {gradient, {hidden}};
@@ -205,6 +204,12 @@ void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale
 }
 
 double MoeBlock::take_stats(RoutingStats& stats) {
+  if (soft_) {
+    const std::vector<std::int64_t> rows(static_cast<std::size_t>(config_.experts),
+                                         soft_->rows_of_expert());
+    stats = {.layer = layer_, .tokens = soft_->num_tokens(), .counts = rows, .counts_kept = rows};
+    return 0;
+  }
   double value = 0;
   LossValues losses{};
   const Vector<const double> values = saved_.losses();
@@ -233,7 +238,7 @@ double MoeBlock::take_stats(RoutingStats& stats) {
 }
 
 void MoeBlock::update_router(const RoutingStats& stats) {
-  if (dense_ || adapters_) return;
+  if (dense_ || adapters_ || soft_) return;
   if (tensors_.l1 >= 0) {
     float& coefficient = *parameters_->buffer(tensors_.l1);
     coefficient = static_cast<float>(next_l1_coefficient(coefficient, active_, config_.top_k));

@@ -1,7 +1,8 @@
 #pragma once
 
-// The network behind attention: a MoeLayer on the model's tensors. A dense layer is one of a single
-// expert that all tokens are given to: one path through the same kernels, forward and backward.
+// The network behind attention: a MoeLayer on the model's tensors, or Soft-MoE. A dense layer is
+// one of a single expert that all tokens are given to: one path through the same kernels, forward
+// and backward.
 
 #include <memory>
 #include <optional>
@@ -9,14 +10,16 @@
 
 #include "models/block_adapters.hpp"
 #include "models/parameters.hpp"
+#include "models/soft_block.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard::models {
 
 /// What a call is, for routers that ask.
 struct BlockCall {
-  Matrix<const float> x;    ///< [T, H]; in training it stays for the way back.
-  const std::int32_t* ids;  ///< [T].
+  Matrix<const float> x;       ///< [T, H]; in training it stays for the way back.
+  const std::int32_t* ids;     ///< [T].
+  std::int64_t positions = 0;  ///< Of a sequence, of which the call has whole ones.
   std::uint64_t step = 0;
   std::int64_t first_token = 0;
   bool training = false;              ///< And gone back through.
@@ -49,7 +52,6 @@ class MoeBlock {
   [[nodiscard]] LayerModel layer_model() const;
   [[nodiscard]] LayerOptions layer_options(bool training) const;
   MoeLayer& layer_for(bool training);
-  [[nodiscard]] ExpertGradients gradients(std::int64_t w13, std::int64_t w2) const;
 
   ModelConfig config_;
   ModelOptions options_;
@@ -67,6 +69,7 @@ class MoeBlock {
   Runner training_, inference_;
   SavedForward saved_;
   RoutingRecord record_;
+  std::optional<SoftBlock> soft_;          ///< Then there is nothing of the rest.
   std::optional<BlockAdapters> adapters_;  ///< None: the model has none, or the layer is dense.
   LayerRouting routing_;                   ///< Of the hook's call.
   std::vector<std::int32_t> one_expert_;   ///< Dense: all tokens' expert 0,

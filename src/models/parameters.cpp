@@ -140,8 +140,16 @@ void Parameters::add_attention(const std::string& prefix, LayerTensors& layer) {
 }
 
 void Parameters::add_experts(const std::string& prefix, LayerTensors& layer) {
-  const RouterConfig router = layer_config(config_).router;
   const std::int64_t hidden = config_.hidden;
+  if (const auto soft = soft_moe_config(config_)) {
+    layer.phi = add(prefix + "phi.weight", {config_.experts * soft->slots, hidden}, Group::kRouter,
+                    {.deviation = kDeviation});
+    layer.phi_scale = add(prefix + "phi.scale", {1}, Group::kRouter, {.constant = soft->scale});
+    add_mlp(prefix + "experts.", prefix + "experts.{}.", share_, config_.inner, Group::kExperts,
+            layer.w13, layer.w2);
+    return;
+  }
+  const RouterConfig router = layer_config(config_).router;
   if (router.has_logits()) {
     const RouterNetwork& network = router.network;
     // Under another name: who does not know the network, or the chain, finds no gate.

@@ -16,7 +16,8 @@ namespace switchyard::models {
 struct LayerTensors {
   std::int64_t norm1 = -1, qkv = -1, q_norm = -1, k_norm = -1, o = -1, norm2 = -1;
   std::int64_t gate = -1, network = -1, noise_gate = -1, w13 = -1,
-               w2 = -1;  ///< Dense: w13 and w2 alone.
+               w2 = -1;                   ///< Dense: w13 and w2 alone.
+  std::int64_t phi = -1, phi_scale = -1;  ///< Of Soft-MoE, which has no gate.
   std::int64_t shared_w13 = -1, shared_w2 = -1, shared_gate = -1;
   std::int64_t adapters_a = -1, adapters_b = -1, adapters_gate = -1;
   std::int64_t bias = -1, l1 = -1;  ///< Into buffers().

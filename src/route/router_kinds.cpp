@@ -9,6 +9,7 @@
 #include "core/printable.hpp"
 #include "route/given_options.hpp"
 #include "switchyard/names.hpp"
+#include "switchyard/routing/soft_moe.hpp"
 
 namespace switchyard {
 namespace {
@@ -178,7 +179,8 @@ constexpr RouterOption kSoftMoeOptions[] = {
 
 const RouterKind kMixings[] = {
     {"soft-moe",
-     "slots are means of all tokens of a group, a token one of all slots; C, C++, Python",
+     "slots are means of all tokens of a group, a token one of all slots; C, C++, Python, and "
+     "language models on a CPU",
      kSoftMoeOptions, false, false, true, "1, over slots", kNoLoss,
      "Puigcerver et al. 2023 (arXiv:2308.00951)"},
 };
@@ -332,7 +334,7 @@ const RouterKind& find_router_kind(std::string_view name) {
     require(
         kind.name != name,
         "router {} gives no token to an expert, so it is none of a layer: soft_moe() of C++ and "
-        "Python does it, and bench --suite soft-moe",
+        "Python does it, language models have it (train, study), and bench --suite soft-moe",
         kind.name);
   }
   for (const RouterKind& kind : kAdapters) {
@@ -343,6 +345,21 @@ const RouterKind& find_router_kind(std::string_view name) {
   }
   fail(ErrorCode::kInvalidArgument, "router '{}' is not one of: {}", printable(name),
        names_of(kKinds));
+}
+
+std::optional<SoftMoeConfig> parse_soft_moe(std::string_view spelling) {
+  const std::size_t colon = spelling.find(':');
+  const RouterKind& kind = kMixings[0];
+  if (spelling.substr(0, colon) != kind.name) return std::nullopt;
+  const Given given(
+      kind, colon == std::string_view::npos ? std::string_view() : spelling.substr(colon + 1));
+  SoftMoeConfig config;
+  config.slots = static_cast<std::int64_t>(given.number("slots", 1));
+  config.group = static_cast<std::int64_t>(given.number("group", 0));
+  config.normalize = given.yes("normalize", true);
+  config.causal = given.yes("causal", false);
+  config.scale = static_cast<float>(given.number("scale", 1));
+  return config;
 }
 
 RouterConfig parse_router(std::string_view spelling, const RouterConfig& base) {

@@ -10,6 +10,7 @@
 #include <functional>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -17,6 +18,7 @@
 
 #include "reference/expert.hpp"
 #include "switchyard/models/model.hpp"
+#include "tests/models/double_soft_moe.hpp"
 
 namespace switchyard::test {
 
@@ -178,7 +180,10 @@ class DoubleModel {
       add(x,
           attention(norm(x, prefix + "input_layernorm.weight"), prefix + "self_attn.", positions));
       const Doubles read = norm(x, prefix + "post_attention_layernorm.weight");
-      add(x, config_.is_dense(l) ? mlp(read, prefix + "mlp.") : experts(l, read, prefix + "mlp."));
+      const auto soft = config_.is_dense(l) ? std::nullopt : models::soft_moe_config(config_);
+      add(x, config_.is_dense(l) ? mlp(read, prefix + "mlp.")
+             : soft              ? mixed(*soft, read, prefix + "mlp.", positions)
+                                 : experts(l, read, prefix + "mlp."));
     }
     const char* const head = config_.tied ? "model.embed_tokens.weight" : "lm_head.weight";
     return in_double::linear(norm(x, "model.norm.weight"), at(head), hidden);
@@ -286,6 +291,28 @@ class DoubleModel {
     const Doubles gate = in_double::linear(x, at(prefix + "shared_expert_gate.weight"), hidden);
     for (std::size_t i = 0; i < y.size(); ++i) y[i] /= 1 + std::exp(-gate[i / hidden]);
     return y;
+  }
+  Doubles mixed(const SoftMoeConfig& soft, const Doubles& x, const std::string& prefix,
+                std::size_t positions) {
+    const auto hidden = static_cast<std::size_t>(config_.hidden);
+    const in_double::SoftMoe of{.hidden = hidden,
+                                .experts = static_cast<std::size_t>(config_.experts),
+                                .slots = static_cast<std::size_t>(soft.slots),
+                                .group = soft.causal ? std::size_t(soft.group) : positions,
+                                .normalize = soft.normalize,
+                                .causal = soft.causal,
+                                .scale = at(prefix + "phi.scale")[0]};
+    Doubles out;
+    for (std::size_t first = 0; first < x.size(); first += positions * hidden) {
+      const Doubles sequence(x.begin() + std::ptrdiff_t(first),
+                             x.begin() + std::ptrdiff_t(first + positions * hidden));
+      const Doubles y = in_double::soft_moe(
+          sequence, at(prefix + "phi.weight"), of, [&](std::size_t e, const Doubles& row) {
+            return mlp(row, prefix + "experts." + std::to_string(e) + ".");
+          });
+      out.insert(out.end(), y.begin(), y.end());
+    }
+    return out;
   }
   /// x_c = experts by gate c of x_(c-1), with x_(c-1); x_0 behind the last one.
   Doubles chain(std::int32_t layer, const Doubles& x, const std::string& prefix,

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "switchyard/models/trainer.hpp"
+#include "testkit/expect_error.hpp"
 #include "tests/models/small_run.hpp"
 
 namespace switchyard::models {
@@ -18,6 +19,15 @@ TEST(TrainEstimate, FollowsTheCounts) {
               estimate.flops / (kExpectedShare * 1e9) +
                   10 * 32 * static_cast<double>(counts.parameters) / 1e9,
               1e-12);
+}
+
+TEST(TrainEstimate, OfWhatAGpuDoesNotHaveIsRefused) {
+  TrainConfig config = small_run();
+  config.model.router = "soft-moe";
+  EXPECT_GT(estimate_training(config, 1, 1e9, 1e9).bytes, 0);
+  test::expect_error(ErrorCode::kUnsupported, "the router soft-moe of a model runs on a CPU", [&] {
+    (void)estimate_training(config, 1, 1e9, 1e9, {.backend = Backend::kCuda});
+  });
 }
 
 TEST(TrainEstimate, SaysWhatMemoryIsFor) {

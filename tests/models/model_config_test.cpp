@@ -29,8 +29,10 @@ ModelConfig full_config() {
 }
 
 TEST(ModelConfigs, ReadBackAsTheyWereWritten) {
+  ModelConfig soft = small_config();
+  soft.router = "soft-moe:slots=3,group=8,causal=yes";
   for (const ModelConfig& config :
-       {small_config(), full_config(), models::find_preset("m").model}) {
+       {small_config(), full_config(), soft, models::find_preset("m").model}) {
     const std::string text = models::to_json(config);
     const ModelConfig back = parse_model_config(text, "config.json");
     EXPECT_EQ(models::to_json(back), text);
@@ -139,6 +141,24 @@ TEST(ModelConfigs, ThatAreWrongAreRefusedByName) {
     c.router = "chain";
     c.adapters = models::AdapterConfig{.kind = PerftKind::kEmbedded, .num_adapters = c.experts};
   });
+  const auto soft = [&](const char* words, const char* router, const auto& change) {
+    bad(words, [&](ModelConfig& c) { c.router = router, change(c); });
+  };
+  const auto as_it_is = [](ModelConfig&) {};
+  soft("router soft-moe: slots='0', want a whole number from 1", "soft-moe:slots=0", as_it_is);
+  soft("router soft-moe has no option 'top-k'", "soft-moe:top-k=2", as_it_is);
+  soft("want a group below the sequence of 48", "soft-moe:causal=yes", as_it_is);
+  soft("want a group below the sequence of 48", "soft-moe:causal=yes,group=48", as_it_is);
+  soft("of a model the group is a sequence", "soft-moe:group=12", as_it_is);
+  soft("capacity_factor=1.5: the router soft-moe", "soft-moe",
+       [](ModelConfig& c) { c.capacity_factor = 1.5; });
+  soft("bias_rate=0.1: the router soft-moe", "soft-moe", [](ModelConfig& c) { c.bias_rate = 0.1; });
+  soft("shared_inner=4: the router soft-moe", "soft-moe",
+       [](ModelConfig& c) { c.shared_inner = 4; });
+  soft("has them over slots: want balance=0.5", "soft-moe",
+       [](ModelConfig& c) { c.losses.balance = 0.5; });
+  soft("adapters of kind shared: the router soft-moe", "soft-moe",
+       [](ModelConfig& c) { c.adapters = models::AdapterConfig{.kind = PerftKind::kShared}; });
   bad("any number of experts", [](ModelConfig& c) { c.router = "top-p", c.capacity_factor = 1; });
   bad("drop_policy=reroute", [](ModelConfig& c) {
     c.router = "gshard", c.capacity_factor = 1, c.drop_policy = DropPolicy::kReroute;
@@ -177,6 +197,18 @@ TEST(ModelConfigs, CountWhatAModelHas) {
   EXPECT_EQ(models::count(chain).parameters, models::count(linear).parameters + gate);
   EXPECT_EQ(models::count(chain).active, models::count(linear).active + gate);
   EXPECT_EQ(models::Model(chain).num_parameters(), models::count(chain).parameters);
+  // As many slots as tokens are one expert a token.
+  ModelConfig soft = linear;
+  soft.losses = {};
+  soft.router = "soft-moe:slots=" + std::to_string(soft.sequence / soft.experts);
+  ASSERT_EQ(soft.sequence % soft.experts, 0);
+  EXPECT_EQ(models::experts_of_token(soft), 1);
+  EXPECT_EQ(models::experts_of_token(linear), linear.top_k);
+  EXPECT_EQ(models::taken_top_k(soft), std::nullopt);
+  EXPECT_EQ(models::count(soft).parameters, models::Model(soft).num_parameters());
+  const std::int64_t each = 3 * soft.hidden * soft.inner;
+  EXPECT_EQ(models::count(soft).active - models::count(linear).active,
+            soft.layers * (3 * soft.sequence * soft.hidden + each - linear.top_k * each) - gate);
   EXPECT_EQ(models::count(network).token_bytes - models::count(linear).token_bytes,
             4 * 1000 * (linear.layers + 1));
 }

@@ -54,6 +54,21 @@ TEST(ModelBits, AreTheSameForAnyNumberOfThreadsInEveryRunAndWithRecomputation) {
   EXPECT_NE(train(config, {.num_threads = 1, .seed = 4}).values, first.values);
 }
 
+TEST(ModelBits, OfSoftMoeAreTheSameForAnyNumberOfThreadsAndWithRecomputation) {
+  for (const char* router : {"soft-moe:slots=3", "soft-moe:slots=2,group=5,causal=yes"}) {
+    for (const DType compute : {DType::kF32, DType::kBF16}) {
+      ModelConfig config = small_config();
+      config.router = router;
+      const Training first = train(config, {.num_threads = 1, .seed = 3, .compute = compute});
+      EXPECT_EQ(train(config, {.num_threads = 3, .seed = 3, .compute = compute}), first);
+      EXPECT_EQ(train(config, {.num_threads = 2, .seed = 3, .compute = compute, .recompute = true}),
+                first);
+      EXPECT_NE(train(config, {.seed = 4, .compute = compute}).values, first.values);
+      EXPECT_TRUE(std::isfinite(first.losses.back()));
+    }
+  }
+}
+
 TEST(ModelBits, OfSharedTensorsAreTheSameInModelsWithOtherExperts) {
   ModelConfig config = small_config();
   Model few(config, {.seed = 9});

@@ -104,6 +104,46 @@ TEST(ModelGradient, IsThatOfChainsWithLossesOfEachIteration) {
   }
 }
 
+ModelConfig soft_config(const char* router) {
+  ModelConfig config = small_config();
+  config.router = router;
+  config.first_dense = 1, config.dense_inner = 7;
+  return config;
+}
+
+/// Sequences of whole groups, and with tokens behind them.
+TEST(ModelGradient, IsThatOfSoftMoeOfSequencesAndOfGroupsBefore) {
+  for (const char* router : {"soft-moe", "soft-moe:slots=3", "soft-moe:slots=2,normalize=no",
+                             "soft-moe:slots=3,group=4,causal=yes",
+                             "soft-moe:slots=1,group=5,causal=yes,normalize=no"}) {
+    for (const std::int64_t positions : {12, 11, 6}) {
+      SCOPED_TRACE(std::string(router) + " " + std::to_string(positions));
+      Model model(soft_config(router));
+      expect_gradients(model, Text(2, positions, model.config().vocabulary));
+    }
+  }
+  Model model(soft_config("soft-moe:slots=3"));
+  expect_gradients(model, Text(3, 1, model.config().vocabulary));
+}
+
+TEST(ModelGradient, OfSequencesShorterThanACausalGroupReachesNoExpert) {
+  Model model(soft_config("soft-moe:slots=2,group=4,causal=yes"));
+  make_rough(model);
+  const Text text(3, 4, model.config().vocabulary);
+  for (const ParameterTensor& tensor : model.parameters()) {
+    std::fill_n(tensor.gradient, tensor.size(), 5.0F);
+  }
+  StepStats stats;
+  EXPECT_NEAR(step(model, text, &stats), DoubleModel(model).loss(text.tokens, text.targets, 4),
+              1e-5);
+  EXPECT_EQ(stats.layers.at(0).counts, std::vector<std::int64_t>(5, 0));
+  for (const ParameterTensor& tensor : model.parameters()) {
+    if (!tensor.name.starts_with("model.layers.1.mlp.")) continue;
+    EXPECT_EQ(std::count(tensor.gradient, tensor.gradient + tensor.size(), 0.0F), tensor.size())
+        << tensor.name;
+  }
+}
+
 TEST(ModelGradient, IsThatOfDenseLayersAlone) {
   ModelConfig config = small_config();
   config.first_dense = 2, config.dense_inner = 17, config.experts = 0;

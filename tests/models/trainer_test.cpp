@@ -121,7 +121,8 @@ TEST_F(Trainer, WhatIsMeasuredBesideStandsInTheLogAndChangesNoBit) {
 }
 
 TEST_F(Trainer, RoutersWithNoiseBiasesAndThresholdsResumeAlikeToo) {
-  for (const char* router : {"top-k", "expert-threshold", "relu", "hash", "chain"}) {
+  for (const char* router :
+       {"top-k", "expert-threshold", "relu", "hash", "chain", "soft-moe:slots=2"}) {
     TrainConfig config = small_run();
     config.model.router = router;
     if (config.model.router == "top-k") {

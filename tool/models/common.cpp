@@ -104,8 +104,9 @@ std::string words_of(const models::ModelConfig& config) {
   std::string words = fmt::format("L{} H{} heads {}/{} S{}", config.layers, config.hidden,
                                   config.heads, config.kv_heads, config.sequence);
   if (config.experts > 0) {
-    words +=
-        fmt::format(" E{} K{} I{} {}", config.experts, config.top_k, config.inner, config.router);
+    const std::string chosen =
+        models::soft_moe_config(config) ? "" : fmt::format(" K{}", config.top_k);
+    words += fmt::format(" E{}{} I{} {}", config.experts, chosen, config.inner, config.router);
   }
   if (config.first_dense > 0) words += fmt::format(", {} dense", config.first_dense);
   if (config.capacity_factor) words += fmt::format(", capacity {:g}", *config.capacity_factor);

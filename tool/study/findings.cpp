@@ -246,7 +246,7 @@ json arm_json(const StudyConfig& study, const RunResults& results, std::size_t i
     const double each = model.adapters ? 4 : 6;  // of experts that are frozen, or that learn
     out["executed"] = counts.flops_per_token +
                       each * layers * 3 * static_cast<double>(model.hidden * model.inner) *
-                          (picks.get<double>() - static_cast<double>(model.top_k));
+                          (picks.get<double>() - models::experts_of_token(model));
   }
   out["curve"] = curve_of(runs);
   return out;

@@ -92,7 +92,10 @@ LogSummary read_log(const fs::path& path, double tokens_per_step) {
   return summary;
 }
 
-bool has_routers(const models::ModelConfig& config) { return config.first_dense < config.layers; }
+/// Whether experts are chosen at all.
+bool has_routers(const models::ModelConfig& config) {
+  return config.first_dense < config.layers && !models::soft_moe_config(config);
+}
 
 /// What a token tells of its experts, nats: MI(token; expert) less its bias, and that of permuted
 /// tokens, means over the MoE layers. Of a model on a CPU.

@@ -9,6 +9,7 @@
 
 #include "switchyard/layer.hpp"
 #include "switchyard/perft.hpp"
+#include "switchyard/routing/soft_moe.hpp"
 
 namespace switchyard::models {
 
@@ -70,7 +71,8 @@ struct ModelConfig {
   std::int64_t shared_inner = 0;  ///< Of shared experts together; 0: none.
   bool shared_gated = false;      ///< Times sigmoid(x . shared gate), as Qwen2-MoE.
   /// As parse_router() spells it: "top-k", "top-k:top-k=1", "hash", "expert-choice:group=512", ...
-  /// A router of groups that is not told a group takes each sequence as one.
+  /// A router of groups that is not told a group takes each sequence as one. Also
+  /// "soft-moe:slots=64", soft_moe.hpp: on a CPU, on one rank.
   std::string router = "top-k";
   /// In training: rows an expert takes, see docs/architecture.md. Empty: dropless. Logits and
   /// evaluation never drop.
@@ -93,7 +95,16 @@ void check(const ModelConfig& config);
 /// @throws Error{kInvalidArgument}: no such router.
 [[nodiscard]] bool takes_losses(const ModelConfig& config);
 
-/// What MoeLayer computes of it. @throws Error{kInvalidArgument}: also of the router's spelling.
+/// Of a model whose router is soft-moe, which is no MoeLayer's: without a group tokens of a
+/// sequence are one, whatever its length. None: another router.
+/// @throws Error{kInvalidArgument}: of the router's spelling.
+[[nodiscard]] std::optional<SoftMoeConfig> soft_moe_config(const ModelConfig& config);
+
+/// Experts that a token counts for in operations: top_k, or of Soft-MoE slots by tokens of a group.
+[[nodiscard]] double experts_of_token(const ModelConfig& config);
+
+/// What MoeLayer computes of it. @throws Error{kInvalidArgument}: also of the router's spelling;
+/// soft-moe is none.
 [[nodiscard]] LayerConfig layer_config(const ModelConfig& config);
 
 /// The adapters of one layer, of a model that has some. Embedded ones have the layer's router.

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string_view>
 
 #include "switchyard/backward.hpp"
 #include "switchyard/execution.hpp"
@@ -35,6 +37,10 @@ struct SoftMoeConfig {
   bool causal = false;        ///< Slots of the group before, in the same sequence.
   float scale = 1.0F;         ///< Of the logits; learned.
 };
+
+/// "soft-moe:slots=64,group=128,causal=yes", as parse_router() has it; none: the spelling is of
+/// something else. @throws Error{kInvalidArgument} that names the word which is wrong.
+[[nodiscard]] std::optional<SoftMoeConfig> parse_soft_moe(std::string_view spelling);
 
 /// What a forward leaves for its backward. The caller's, as SavedForward: it grows to the largest
 /// call and keeps its memory, where the experts are; growing while a stream is captured is an

@@ -200,6 +200,12 @@ AblationCost count_ablations(const Model& model, const Text& text, const Ablatio
   check_vocabulary(config.vocabulary, text);
   require(config.first_dense < config.layers, "the model has no MoE layer, all {} are dense",
           config.layers);
+  if (soft_moe_config(config)) {
+    fail(
+        ErrorCode::kUnsupported,
+        "ablations change what a router has decided, and the router {} gives no token to an expert",
+        config.router);
+  }
   if (layer_config(config).router.is_chain()) {
     fail(ErrorCode::kUnsupported,
          "ablations change what a router has decided, and the router {} decides in each iteration "

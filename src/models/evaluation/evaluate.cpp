@@ -193,6 +193,7 @@ Evaluation evaluate(Model& model, const Text& text, const EvaluateOptions& optio
 }
 
 bool has_causal_router(const ModelConfig& config) {
+  if (const auto soft = soft_moe_config(config)) return soft->causal;
   const std::string_view spelling = config.router;
   return find_router_kind(spelling.substr(0, spelling.find(':'))).causal;
 }

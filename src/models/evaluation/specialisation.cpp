@@ -43,6 +43,12 @@ TextRouting route_text(Model& model, const Text& text, const TextRoutingOptions&
   check_vocabulary(config.vocabulary, text);
   require(config.first_dense < config.layers, "the model has no MoE layer, all {} are dense",
           config.layers);
+  if (soft_moe_config(config)) {
+    fail(ErrorCode::kUnsupported,
+         "specialisation is of what a router has decided, and the router {} gives no token to an "
+         "expert",
+         config.router);
+  }
   const std::vector<Window> windows = sampled_windows(text, config.sequence, options.max_tokens);
   TextRouting out;
   for_each_batch(text, windows, config.sequence, options.sequences, options.progress,

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "models/counts.hpp"
+#include "models/device_model.hpp"
 #include "switchyard/models/trainer.hpp"
 
 namespace switchyard::models {
@@ -101,6 +102,7 @@ TrainEstimate estimate_training(const TrainConfig& config, std::int64_t steps, d
   memory.moments = 8 * moved;
   const auto call = static_cast<double>(tokens);
   if (place.backend == Backend::kCuda) {
+    refuse_on_gpu(config.model);
     // Four bytes each, split or not; in bf16 an embedding is f32 beside them.
     memory.weights = 4 * held;
     if (config.compute != DType::kF32) {

@@ -22,7 +22,8 @@ bool has(const ModelConfig& model, Group group) {
     case Group::kDense: return model.first_dense > 0;
     case Group::kAdapters: return model.adapters.has_value();
     case Group::kRouter:
-      return has_experts && (model.shared_gated || layer_config(model).router.has_logits());
+      return has_experts && (model.shared_gated || soft_moe_config(model) ||
+                             layer_config(model).router.has_logits());
     case Group::kEmbedding:
     case Group::kNorm:
     case Group::kAttention: return true;
@@ -51,6 +52,7 @@ void check_frozen_router(const ModelConfig& model) {
   require(model.bias_rate == 0,
           "freeze: router, but bias_rate={} is there to move it: want bias_rate 0, or no freeze",
           model.bias_rate);
+  if (soft_moe_config(model)) return;
   const RouterConfig router = layer_config(model).router;
   require(!std::holds_alternative<ReluRouter>(router.kind) &&
               !std::holds_alternative<ExpertThresholdRouter>(router.kind),

@@ -185,6 +185,11 @@ TEST(Ablation, WhatIsWrongIsRefusedByName) {
   Model of_chain(chain);
   test::expect_error(ErrorCode::kUnsupported, "and the router chain decides in each iteration",
                      [&] { (void)ablate(of_chain, text); });
+  ModelConfig soft = small_bytes_model();
+  soft.router = "soft-moe";
+  Model of_soft(soft);
+  test::expect_error(ErrorCode::kUnsupported, "the router soft-moe gives no token to an expert",
+                     [&] { (void)ablate(of_soft, text); });
   EXPECT_EQ(parse_ablated_weight("renormalise"), AblatedWeight::kRenormalise);
   EXPECT_EQ(parse_ablated_weight("drop"), AblatedWeight::kDrop);
 }

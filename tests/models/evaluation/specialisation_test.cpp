@@ -170,10 +170,15 @@ TEST(Specialisation, ReadsWindowsAtEvenDistancesWhereThereAreTooMany) {
   EXPECT_EQ(route_text(model, text, {.max_tokens = 48}).num_tokens(), 48);
 }
 
-TEST(Specialisation, OfADenseModelIsRefused) {
+TEST(Specialisation, OfADenseModelIsRefusedAndOfSoftMoe) {
   const TestFolder folder;
   const Text text({folder.file("a", kFirst)});
   ModelConfig config = small_bytes_model();
+  config.router = "soft-moe";
+  Model soft(config);
+  test::expect_error(ErrorCode::kUnsupported, "the router soft-moe gives no token to an expert",
+                     [&] { (void)route_text(soft, text); });
+  config = small_bytes_model();
   config.first_dense = 2, config.dense_inner = 8;
   Model model(config);
   test::expect_error(ErrorCode::kInvalidArgument, "no MoE layer",
@@ -314,6 +319,11 @@ TEST(RoutingHook, WhatCannotBeComputedIsRefused) {
       return true;
     });
   });
+  ModelConfig config = small_bytes_model();
+  config.router = "soft-moe";
+  Model soft(config);
+  test::expect_error(ErrorCode::kUnsupported, "a hook has no routing",
+                     [&] { window.evaluate(soft, [](LayerRouting&) { return false; }); });
   EXPECT_THROW(window.evaluate(model, RoutingHook()), Error);
   EXPECT_TRUE(std::isfinite(window.evaluate(model)));
 }
