@@ -34,7 +34,7 @@ std::vector<GradientArray> gradients_of(const Case& test) {
   const std::int64_t tokens = test.num_tokens;
   const std::int64_t hidden = test.layer.experts.hidden;
   const RouterConfig& router = test.layer.router;
-  const std::int64_t num_logits = std::int64_t{router.num_gates()} * router.num_logits();
+  const std::int64_t num_logits = router.gate_rows();
   const bool routed = routes_by_logits(test);
   std::vector<GradientArray> list;
   const auto add = [&](const char* name, std::int64_t rows, std::int64_t cols) {

@@ -32,8 +32,7 @@ TrainingPass::TrainingPass(const LayerConfig& config, std::int32_t num_local, DT
   args_.experts = experts(config.experts, num_local);
   if (config.shared.num_experts > 0) args_.shared = experts(config.shared, 1);
   if (routed) {
-    args_.dgate = memory_for(DType::kF32,
-                             std::int64_t{config.router.num_gates()} * config.router.num_logits(),
+    args_.dgate = memory_for(DType::kF32, config.router.gate_rows(),
                              config.router.network.features(config.experts.hidden));
     if (config.router.noise.kind == RouterNoise::Kind::kLearned) {
       args_.dnoise_gate = memory_for(DType::kF32, args_.dgate.rows, config.experts.hidden);

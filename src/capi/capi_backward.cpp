@@ -131,7 +131,7 @@ sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dou
     const LayerConfig& config = layer->layer.config();
     const std::int64_t hidden = config.experts.hidden;
     const std::int32_t num_logits = config.router.num_logits();
-    const std::int32_t gate_rows = config.router.num_gates() * num_logits;
+    const std::int64_t gate_rows = config.router.gate_rows();
     BackwardArgs args{.saved = &saved->of_layer,
                       .dout = capi::raw_matrix("dout", dout, capi::kAny, hidden, where),
                       .loss_scale = given.loss_scale,

@@ -22,8 +22,7 @@ void check_losses(const BackwardArgs& args, const SavedForward::State& saved,
 
 void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t num_tokens,
                             const LayerConfig& config) {
-  const std::int64_t num_logits =
-      std::int64_t{config.router.num_gates()} * config.router.num_logits();
+  const std::int64_t num_logits = config.router.gate_rows();
   const bool asked = args.dlogits.data != nullptr || args.dgate.data != nullptr ||
                      args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr ||
                      args.drouter_network.data != nullptr ||

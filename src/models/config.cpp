@@ -168,9 +168,7 @@ LayerCounts count_layer(const ModelConfig& config, std::int32_t l) {
   const std::int64_t shared = 3 * hidden * config.shared_inner + (config.shared_gated ? hidden : 0);
   std::int64_t gate = 0;
   if (router.has_logits()) {
-    gate =
-        std::int64_t{router.num_gates()} * router.num_logits() * router.network.features(hidden) +
-        router.network.size(hidden);
+    gate = router.gate_rows() * router.network.features(hidden) + router.network.size(hidden);
   }
   if (router.noise.kind == RouterNoise::Kind::kLearned) gate += router.num_logits() * hidden;
   counts.all += config.experts * each + shared + gate;

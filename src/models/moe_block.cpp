@@ -54,7 +54,7 @@ LayerModel MoeBlock::layer_model() const {
   const Parameters& p = *parameters_;
   LayerModel model{.config = what_};
   const RouterNetwork& network = what_.router.network;
-  const std::int64_t rows = std::int64_t{what_.router.num_gates()} * what_.router.num_logits();
+  const std::int64_t rows = what_.router.gate_rows();
   model.gate =
       parameter(p.value(tensors_.gate), rows * network.features(config_.hidden), Backend::kCpu);
   model.router_network =
@@ -174,8 +174,7 @@ void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale
   if (soft_) return soft_->backward(dout, dx, accumulate);
   const auto [num_tokens, hidden] = dout.shape;
   const Parameters& p = *parameters_;
-  const std::int64_t num_logits =
-      std::int64_t{what_.router.num_gates()} * what_.router.num_logits();
+  const std::int64_t num_logits = what_.router.gate_rows();
   BackwardArgs args{
       .saved = &saved_,
       .dout = raw(dout.data, num_tokens, hidden),

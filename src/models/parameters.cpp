@@ -156,10 +156,8 @@ void Parameters::add_experts(const std::string& prefix, LayerTensors& layer) {
     const char* const name = router.is_chain()     ? "gate.iterations.weight"
                              : network.is_linear() ? "gate.weight"
                                                    : "gate.network.out.weight";
-    layer.gate =
-        add(prefix + name,
-            {std::int64_t{router.num_gates()} * router.num_logits(), network.features(hidden)},
-            Group::kRouter, {.deviation = kDeviation});
+    layer.gate = add(prefix + name, {router.gate_rows(), network.features(hidden)}, Group::kRouter,
+                     {.deviation = kDeviation});
     if (!network.is_linear()) layer.network = add_network(prefix + "gate.network.", network);
   }
   if (router.noise.kind == RouterNoise::Kind::kLearned) {

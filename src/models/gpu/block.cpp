@@ -43,8 +43,7 @@ bool DeviceBlock::may_be_captured(bool training) const {
 LayerModel DeviceBlock::layer_model() const {
   const DeviceParameters& p = *parameters_;
   LayerModel model{.config = what_};
-  const std::int64_t gate =
-      std::int64_t{what_.router.num_gates()} * what_.router.num_logits() * config_.hidden;
+  const std::int64_t gate = what_.router.gate_rows() * config_.hidden;
   model.gate = parameter(p.value(tensors_.gate), gate, Backend::kCuda);
   model.noise_gate = parameter(p.value(tensors_.noise_gate), gate, Backend::kCuda);
   model.selection_bias = parameter(p.buffer(tensors_.bias), config_.experts, Backend::kCuda);
@@ -158,8 +157,7 @@ ExpertGradients DeviceBlock::gradients(std::int64_t w13, std::int64_t w2) const 
 void DeviceBlock::backward(RawMatrix dout, RawMatrix dx, double scale, bool accumulate,
                            const BlockRecord& record, cudaStream_t stream) {
   const DeviceParameters& p = *parameters_;
-  const std::int64_t num_logits =
-      std::int64_t{what_.router.num_gates()} * what_.router.num_logits();
+  const std::int64_t num_logits = what_.router.gate_rows();
   BackwardArgs args{.saved = &saved_,
                     .dout = dout,
                     // The mean over ranks, of which each makes its own part.
