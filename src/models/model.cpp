@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <utility>
 
 #include "core/check.hpp"
@@ -284,6 +285,12 @@ void Model::State::block_forward(const Call& call, std::int32_t l, LayerActivati
               .scale = scale,
               .pool = threads});
   });
+  std::optional<ReadBefore> before;
+  if (call.cache != nullptr) {
+    before = {.rows = call.cache->layers[static_cast<std::size_t>(l)].read.data(),
+              .capacity = call.cache->capacity,
+              .length = call.cache->length};
+  }
   float* const block = kept.block.reserve(num_tokens * hidden);
   clock.time("experts", static_cast<double>(num_tokens) * expert_flops(config, l), [&] {
     blocks[static_cast<std::size_t>(l)].forward({.x = {norm, {num_tokens, hidden}},
@@ -292,7 +299,8 @@ void Model::State::block_forward(const Call& call, std::int32_t l, LayerActivati
                                                  .step = call.step,
                                                  .first_token = call.first_token,
                                                  .training = call.training,
-                                                 .hook = call.hook},
+                                                 .hook = call.hook,
+                                                 .before = before},
                                                 {block, {num_tokens, hidden}});
     add_rows(layer.middle.data(), block, num_tokens, hidden, out, threads);
   });

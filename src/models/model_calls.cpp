@@ -7,8 +7,8 @@
 #include "core/shape_check.hpp"
 #include "models/cpu/cross_entropy.hpp"
 #include "models/model_state.hpp"
+#include "switchyard/models/evaluate.hpp"
 #include "switchyard/names.hpp"
-#include "switchyard/routing/router_kinds.hpp"
 
 namespace switchyard::models {
 namespace {
@@ -276,7 +276,10 @@ Cache Model::make_cache(std::int64_t batch, std::int64_t positions) const {
   }
   const auto size = static_cast<std::size_t>(batch * positions * config.kv_heads * config.head_dim);
   for (std::int32_t l = 0; l < config.layers; ++l) {
-    state.layers.push_back({std::vector<float>(size), std::vector<float>(size)});
+    const bool soft = !config.is_dense(l) && soft_moe_config(config);
+    const auto read = static_cast<std::size_t>(soft ? batch * positions * config.hidden : 0);
+    state.layers.push_back(
+        {std::vector<float>(size), std::vector<float>(size), std::vector<float>(read)});
   }
   return cache;
 }
@@ -290,16 +293,10 @@ void Model::decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float
     fail(ErrorCode::kUnsupported, "decoding token by token runs on one rank so far, not on {}",
          state.ranks->size());
   }
-  if (config.first_dense < config.layers && soft_moe_config(config)) {
+  if (config.first_dense < config.layers && !has_causal_router(config)) {
     fail(ErrorCode::kUnsupported,
-         "decoding token by token: the router {} mixes the tokens of a group, which are not there "
-         "yet",
+         "decoding token by token: the router {} looks at later tokens of a sequence",
          config.router);
-  }
-  const std::string kind = config.router.substr(0, config.router.find(':'));
-  if (config.first_dense < config.layers && !find_router_kind(kind).causal) {
-    fail(ErrorCode::kUnsupported,
-         "decoding token by token: the router {} looks at later tokens of a sequence", kind);
   }
   require((state.device == nullptr) == (behind.device == nullptr),
           "the model is on a {}, the cache on a {}", state.device ? "GPU" : "CPU",

@@ -110,7 +110,7 @@ MoeLayer& MoeBlock::layer_for(bool training) {
 }
 
 void MoeBlock::forward(const BlockCall& call, Matrix<float> out) {
-  if (soft_) return soft_->forward(call.x, call.positions, call.training, out);
+  if (soft_) return soft_->forward(call.x, call.positions, call.before, call.training, out);
   const auto [num_tokens, hidden] = call.x.shape;
   ForwardArgs args{.tokens = raw(call.x.data, num_tokens, hidden),
                    .out = raw(out.data, num_tokens, hidden)};

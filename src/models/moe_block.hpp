@@ -24,6 +24,7 @@ struct BlockCall {
   std::int64_t first_token = 0;
   bool training = false;              ///< And gone back through.
   const RoutingHook* hook = nullptr;  ///< Not in training; or null.
+  std::optional<ReadBefore> before;   ///< Of a sequence that a cache has the begin of.
 };
 
 class MoeBlock {

@@ -75,16 +75,43 @@ void SoftBlock::out_of_groups(const float* padded, float* rows) const {
   }
 }
 
-void SoftBlock::forward(Matrix<const float> x, std::int64_t positions, bool training,
-                        Matrix<float> out) {
+void SoftBlock::forward(Matrix<const float> x, std::int64_t positions,
+                        const std::optional<ReadBefore>& before, bool training, Matrix<float> out) {
   require(positions > 0 && x.shape[0] % positions == 0, "{} tokens are no sequences of {}",
           x.shape[0], positions);
   load();
-  sequences_ = x.shape[0] / positions;
+  const std::int64_t sequences = x.shape[0] / positions;
+  if (!before) return mix(x.data, sequences, positions, training, out.data);
+  mix_behind(x.data, sequences, positions, *before, out.data);
+}
+
+void SoftBlock::mix_behind(const float* x, std::int64_t sequences, std::int64_t positions,
+                           const ReadBefore& before, float* out) {
+  const std::int64_t end = before.length + positions, added = positions * hidden_;
+  // From the group before that of the first token on.
+  const std::int64_t first =
+      std::max<std::int64_t>(0, before.length / what_.group - 1) * what_.group;
+  const std::int64_t length = (end - first) * hidden_;
+  float* const rows = read_.reserve(sequences * length);
+  float* const made = made_.reserve(sequences * length);
+  for (std::int64_t b = 0; b < sequences; ++b) {
+    float* const sequence = before.rows + b * before.capacity * hidden_;
+    std::copy_n(x + b * added, added, sequence + before.length * hidden_);
+    std::copy_n(sequence + first * hidden_, length, rows + b * length);
+  }
+  mix(rows, sequences, end - first, false, made);
+  for (std::int64_t b = 0; b < sequences; ++b) {
+    std::copy_n(made + (b + 1) * length - added, added, out + b * added);
+  }
+}
+
+void SoftBlock::mix(const float* x, std::int64_t sequences, std::int64_t positions, bool training,
+                    float* out) {
+  sequences_ = sequences;
   positions_ = positions;
   padded_ = what_.causal ? (positions + what_.group - 1) / what_.group * what_.group : positions;
   const std::int64_t num_rows = sequences_ * padded_;
-  const float* const rows = in_groups(x.data, x_);
+  const float* const rows = in_groups(x, x_);
   ConstRawMatrix operands = raw(rows, num_rows, hidden_);
   if (compute_ != DType::kF32) {
     const std::int64_t row_bytes = hidden_ * size_of(compute_);
@@ -94,7 +121,7 @@ void SoftBlock::forward(Matrix<const float> x, std::int64_t positions, bool trai
     });
     operands = {rounded_.data(), compute_, num_rows, hidden_};
   }
-  float* const y = has_ends() ? y_.reserve(num_rows * hidden_) : out.data;
+  float* const y = has_ends() ? y_.reserve(num_rows * hidden_) : out;
   soft_moe({.x = operands,
             .phi = phi(),
             .weights = weights_.get(),
@@ -102,7 +129,7 @@ void SoftBlock::forward(Matrix<const float> x, std::int64_t positions, bool trai
             .out = raw(y, num_rows, hidden_),
             .saved = training ? &saved_ : nullptr,
             .execution = {.pool = threads_}});
-  out_of_groups(y, out.data);
+  out_of_groups(y, out);
 }
 
 void SoftBlock::backward(Matrix<const float> dout, Matrix<float> dx, bool accumulate) {

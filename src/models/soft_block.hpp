@@ -3,6 +3,7 @@
 // Soft-MoE as the network behind attention: soft_moe() on the model's tensors.
 
 #include <memory>
+#include <optional>
 
 #include "models/activations.hpp"
 #include "models/parameters.hpp"
@@ -10,6 +11,12 @@
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard::models {
+
+/// What a cache has of the tokens before those of a call.
+struct ReadBefore {
+  float* rows = nullptr;  ///< [B, capacity, H], of which `length` are there.
+  std::int64_t capacity = 0, length = 0;
+};
 
 class SoftBlock {
  public:
@@ -20,8 +27,10 @@ class SoftBlock {
 
   /// The next call reads the experts again.
   void weights_changed() { stale_ = true; }
-  /// out [T, H] of x [T, H], sequences of `positions` tokens.
-  void forward(Matrix<const float> x, std::int64_t positions, bool training, Matrix<float> out);
+  /// out [T, H] of x [T, H], sequences of `positions` tokens, or what follows `before`, where x is
+  /// written behind: the experts' rows of the group before are then made again in each call.
+  void forward(Matrix<const float> x, std::int64_t positions,
+               const std::optional<ReadBefore>& before, bool training, Matrix<float> out);
   /// dx [T, H] of dout [T, H], and the parameters' gradients.
   void backward(Matrix<const float> dout, Matrix<float> dx, bool accumulate);
   /// Rows of each expert in the last forward in training: the slots of the groups that were read.
@@ -32,6 +41,11 @@ class SoftBlock {
   [[nodiscard]] LoadExpertsArgs load_args(const ExpertSource& source) const;
   void load();
   [[nodiscard]] SoftMoeConfig config_of_call() const;
+  /// Of sequences from their begin, or that of a group.
+  void mix(const float* x, std::int64_t sequences, std::int64_t positions, bool training,
+           float* out);
+  void mix_behind(const float* x, std::int64_t sequences, std::int64_t positions,
+                  const ReadBefore& before, float* out);
   [[nodiscard]] ConstRawMatrix phi() const;
   /// Sequences of whole groups, zeros behind their ends: nobody reads those slots. Without such
   /// ends `rows` itself.
@@ -50,7 +64,7 @@ class SoftBlock {
   SavedSoftMoe saved_;
   std::int64_t hidden_;
   std::int64_t sequences_ = 0, positions_ = 0, padded_ = 0;  ///< Of the last call.
-  Floats x_, y_, dx_;
+  Floats x_, y_, dx_, read_, made_;
   cpu::HugeBuffer rounded_;
 };
 

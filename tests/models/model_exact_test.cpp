@@ -88,7 +88,9 @@ TEST(ModelBits, OfSharedTensorsAreTheSameInModelsWithOtherExperts) {
 }
 
 TEST(ModelBits, OfCachedDecodingAreThoseOfTheForward) {
-  for (const char* const router : {"top-k", "hash", "top-p"}) {
+  for (const char* const router :
+       {"top-k", "hash", "top-p", "soft-moe:slots=2,group=8,causal=yes",
+        "soft-moe:slots=3,group=1,causal=yes", "soft-moe:group=40,causal=yes"}) {
     ModelConfig config = small_config();
     config.router = router;
     config.first_dense = 1, config.dense_inner = 14;
