@@ -22,9 +22,9 @@ struct BlockCall {
   std::int64_t positions = 0;  ///< Of a sequence, of which the call has whole ones.
   std::uint64_t step = 0;
   std::int64_t first_token = 0;
-  bool training = false;              ///< And gone back through.
-  const RoutingHook* hook = nullptr;  ///< Not in training; or null.
-  std::optional<ReadBefore> before;   ///< Of a sequence that a cache has the begin of.
+  bool training = false;               ///< And gone back through.
+  const RoutingHook* hook = nullptr;   ///< Not in training; or null.
+  std::optional<ReadBefore> before{};  ///< Of a sequence that a cache has the begin of.
 };
 
 class MoeBlock {
