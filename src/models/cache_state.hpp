@@ -23,7 +23,7 @@ struct Cache::State {
   std::int64_t batch = 0, capacity = 0, length = 0;
   struct Layer {
     std::vector<float> keys, values;  ///< [B, capacity, M, D], keys as attention takes them.
-    std::vector<float> read;          ///< [B, capacity, H] what Soft-MoE has read; else empty.
+    std::vector<float> read{};        ///< [B, capacity, H] what Soft-MoE has read; else empty.
   };
   std::vector<Layer> layers;            ///< Empty on a GPU:
   std::unique_ptr<DeviceCache> device;  ///< all is there. Null on a CPU.
