@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import unittest
 
 from tool_study_test import FromFileToFindings, TestBadStudy, TestWithStudy
@@ -38,12 +39,35 @@ class SeveralAtATime(TestWithStudy):
         os.mkdir(f"{self.d}/out")
         self.file("out/choice", "a file, where an arm's runs would lie")
         done = self.run_jobs(3)
-        self.assert_one_line(done, 2, ["choice/tune-0.01: cannot make the directory"])
+        self.assert_one_line(done, 2, ["choice/tune-0.0", ": cannot make the directory"])
         before = self.finished()
         self.assertTrue(all("choice" not in run for run in before))
         os.remove(f"{self.d}/out/choice")
         self.assert_fine(self.run_study())
         self.assertLessEqual(before.items(), self.finished().items())
+
+
+class ArmsThatComeLater(TestWithStudy):
+    def test_what_nobody_began_with_is_gone(self):
+        base = ARMS[0]
+        self.write(arms=[base], reference=base["name"], seeds=[1])
+        self.assert_fine(self.run_study())
+        tuned = [name for name in sorted(os.listdir(f"{self.d}/out/joint")) if "tune" in name]
+        self.assertEqual(len(tuned), 2)
+        for name in tuned:
+            self.assertEqual(sorted(os.listdir(f"{self.d}/out/joint/{name}")),
+                             ["log.jsonl", "result.json"])
+        later = {"name": "later", "init": "joint"}
+        self.write(arms=[base, later], reference="joint", seeds=[1])
+        done = self.run_study()
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn("whose weights went when no arm began with it", done.stderr)
+        for name in tuned:  # as it says
+            shutil.rmtree(f"{self.d}/out/joint/{name}")
+        self.assert_fine(self.run_study())
+        self.assertTrue(self.found()["runs"]["whole"])
+        self.assertEqual({name.split("/")[1] for name in self.weights() if name.startswith("joint/")},
+                         {*tuned, "seed-1"})
 
 
 class TooMany(TestBadStudy):

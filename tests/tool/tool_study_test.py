@@ -149,6 +149,7 @@ class FromFileToFindings(TestWithStudy):
         self.assertEqual(self.found()["floors"], [7.5])  # counted once
         self.assert_fine(self.run_study(output="whole"))
         self.assertEqual(self.weights(), self.weights("whole"))
+        self.assertFalse([name for name in self.weights() if "/tune-" in name])
 
     def test_more_seeds_and_equal_time(self):
         self.assert_fine(self.run_study())

@@ -137,6 +137,14 @@ TrainConfig config_of(const StudyPlace& place, const StudyRun& run) {
   return config;
 }
 
+std::vector<fs::path> checkpoints_of(const fs::path& run) {
+  std::vector<fs::path> found;
+  for (const auto& entry : fs::directory_iterator(run)) {
+    if (entry.path().filename().string().starts_with("step-")) found.push_back(entry.path());
+  }
+  return found;
+}
+
 /// Trains. What begins with a run that diverged has diverged with it.
 TrainResult train_run(const StudyPlace& place, const StudyRun& run, const TrainSetup& setup) {
   if (const auto from = init_run(place.study, run, place.results)) {
@@ -153,6 +161,13 @@ TrainResult train_run(const StudyPlace& place, const StudyRun& run, const TrainS
       result.not_finite =
           models::NotFinite{0, -1, "loss", {"it begins with " + name + ", which diverged", 0, NAN}};
       return result;
+    }
+    if (checkpoints_of(place.directory / name).empty()) {
+      throw UsageError(
+          "{} begins with {}, whose weights went when no arm began with it: remove that run to "
+          "have "
+          "it trained again",
+          name_of(place.study, run), (place.directory / name).string());
     }
   }
   const bool is_test = run.kind != RunKind::kTune;
@@ -268,6 +283,18 @@ RunResults read_runs(const StudyPlace& place) {
   return results;
 }
 
+void drop_weights(const StudyPlace& place, const std::string& name, const json& result) {
+  const StudyConfig& study = place.study;
+  const bool is_begun_with =
+      std::any_of(study.arms.begin(), study.arms.end(), [&](const StudyArm& arm) {
+        return arm.init && name.starts_with(study.arms[*arm.init].name + "/");
+      });
+  if (is_begun_with || result.at("kind") != to_string(RunKind::kTune)) return;
+  for (const fs::path& checkpoint : checkpoints_of(place.directory / name)) {
+    fs::remove_all(checkpoint);
+  }
+}
+
 std::optional<json> do_run(const StudyPlace& place, const StudyRun& run, const RunCalls& calls) {
   const bool is_test = run.kind != RunKind::kTune;
   const std::string name = name_of(place.study, run);
@@ -326,6 +353,7 @@ std::optional<json> do_run(const StudyPlace& place, const StudyRun& run, const R
     if (line["loss"].is_null()) line["diverged"] = "the loss on held-out text is not finite";
   }
   write_text(setup.options.directory / kRunFile, line.dump() + "\n");
+  drop_weights(place, name, line);
   return line;
 }
 

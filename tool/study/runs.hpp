@@ -42,6 +42,9 @@ struct RunCalls {
   std::function<bool()> stop{};
 };
 
+/// Removes the checkpoints of a finished run that only chose a rate and that no arm begins with.
+void drop_weights(const StudyPlace& place, const std::string& name, const nlohmann::json& result);
+
 /// Trains (or goes on with what is there), evaluates the last step's model and writes kRunFile, a
 /// line of bench with the run, its curve, its losses by blocks of the text, and its leaks.
 /// @returns that; nothing: it was stopped.

@@ -123,6 +123,8 @@ class Study {
   int measure() {
     const InterruptRequest interrupt;
     const auto begin = Clock::now();
+    // A process that was killed may have left some.
+    for (const auto& [name, result] : results_) drop_weights(place_, name, result);
     if (jobs() == 1) {
       work(interrupt);
     } else {
