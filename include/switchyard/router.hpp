@@ -266,7 +266,7 @@ struct RouterConfig {
   [[nodiscard]] bool is_chain() const { return chain.iterations > 0; }
   /// Gates, and so biases, behind each other: those of a chain's iterations, or one.
   [[nodiscard]] std::int32_t num_gates() const { return is_chain() ? chain.iterations : 1; }
-  /// Of the gate's matrix, which has those of all iterations of a chain.
+  /// Rows of the gate's matrix: num_logits() of each of num_gates().
   [[nodiscard]] std::int64_t gate_rows() const { return std::int64_t{num_gates()} * num_logits(); }
   /// Whether a token may have any number of experts: then there is no K, and so no capacity.
   [[nodiscard]] bool is_variable() const {

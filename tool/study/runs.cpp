@@ -12,6 +12,7 @@
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
 #include "core/printable.hpp"
+#include "models/training/run_directory.hpp"
 #include "models/training/run_state.hpp"
 #include "switchyard/models/evaluate.hpp"
 #include "switchyard/models/files.hpp"
@@ -137,14 +138,6 @@ TrainConfig config_of(const StudyPlace& place, const StudyRun& run) {
   return config;
 }
 
-std::vector<fs::path> checkpoints_of(const fs::path& run) {
-  std::vector<fs::path> found;
-  for (const auto& entry : fs::directory_iterator(run)) {
-    if (entry.path().filename().string().starts_with("step-")) found.push_back(entry.path());
-  }
-  return found;
-}
-
 /// Trains. What begins with a run that diverged has diverged with it.
 TrainResult train_run(const StudyPlace& place, const StudyRun& run, const TrainSetup& setup) {
   if (const auto from = init_run(place.study, run, place.results)) {
@@ -162,7 +155,7 @@ TrainResult train_run(const StudyPlace& place, const StudyRun& run, const TrainS
           models::NotFinite{0, -1, "loss", {"it begins with " + name + ", which diverged", 0, NAN}};
       return result;
     }
-    if (checkpoints_of(place.directory / name).empty()) {
+    if (models::checkpoint_steps(place.directory / name).empty()) {
       throw UsageError(
           "{} begins with {}, whose weights went when no arm began with it: remove that run to "
           "have "
@@ -290,8 +283,9 @@ void drop_weights(const StudyPlace& place, const std::string& name, const json& 
         return arm.init && name.starts_with(study.arms[*arm.init].name + "/");
       });
   if (is_begun_with || result.at("kind") != to_string(RunKind::kTune)) return;
-  for (const fs::path& checkpoint : checkpoints_of(place.directory / name)) {
-    fs::remove_all(checkpoint);
+  const fs::path run = place.directory / name;
+  for (const std::int64_t step : models::checkpoint_steps(run)) {
+    fs::remove_all(run / models::checkpoint_name(step));
   }
 }
 

@@ -31,7 +31,6 @@ inline constexpr const char* kRunFile = "result.json";
 
 /// All runs that are there. @throws UsageError: one of another text or configuration, by the key
 /// that differs; Error{kBadFile}: a file that is none of ours.
-/// @param wanted  Asked for every run that is found, so that no other configuration passes.
 [[nodiscard]] RunResults read_runs(const StudyPlace& place);
 
 /// That a finished run is of this study as it stands. @throws UsageError by the key that differs.

@@ -95,8 +95,8 @@ void check(const ModelConfig& config);
 /// @throws Error{kInvalidArgument}: no such router.
 [[nodiscard]] bool takes_losses(const ModelConfig& config);
 
-/// Of a model whose router is soft-moe, which is no MoeLayer's: without a group tokens of a
-/// sequence are one, whatever its length. None: another router.
+/// Of a model whose router is soft-moe, which is no MoeLayer's: without a group the tokens of a
+/// sequence are one, however many. None: another router.
 /// @throws Error{kInvalidArgument}: of the router's spelling.
 [[nodiscard]] std::optional<SoftMoeConfig> soft_moe_config(const ModelConfig& config);
 

@@ -237,7 +237,9 @@ class Model {
                   Matrix<float> nll);
   /// The same, with `hook` between each MoE layer's router and its experts: the same bits where it
   /// changes nothing. Cost: what it changes is computed twice, that layer's experts alone.
-  /// @throws Error{kUnsupported}: on a GPU, over ranks, a hook that changes the routing of a chain;
+  /// @throws Error{kUnsupported}: on a GPU, over ranks, of Soft-MoE, a hook that changes the
+  /// routing
+  ///         of a chain;
   ///         {kInvalidArgument}: also a hook that has changed a size or written an id that is none;
   ///         what it throws itself.
   double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
@@ -266,7 +268,8 @@ class Model {
   /// within roundings: a token alone goes by other kernels than many, and there from its second
   /// step on as one graph.
   /// @throws Error{kInvalidArgument}: shapes, the cache is full, or another model's;
-  ///         {kUnsupported}: the router is not causal (expert choice), which it names; over ranks.
+  ///         {kUnsupported}: the router is not causal (expert choice, soft-moe of sequences), which
+  ///         it names; over ranks.
   void decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float> logits);
 
   /// The library's: null on a CPU.

@@ -197,6 +197,7 @@ inline constexpr double kExpectedShare = 0.3;
 
 /// @param steps  That are to be done. Time: operations by kExpectedShare of the peak, and the
 ///        optimiser's 32 bytes a parameter by the bandwidth, of what ranks have alike on each.
+/// @throws Error{kUnsupported}: CUDA, what a model on a GPU does not have, by its name.
 [[nodiscard]] TrainEstimate estimate_training(const TrainConfig& config, std::int64_t steps,
                                               double peak_flops, double bytes_per_s,
                                               const TrainPlace& place = {});

@@ -1,6 +1,5 @@
 // The host's side of the exchange between GPUs: memory and kernels are made at creation, calls only
 // fill in parameters and enqueue (expert_parallel_state.cpp).
-#include "core/gpu/device_wide.hpp"
 #include "switchyard/device_dispatch.hpp"
 
 #include <utility>
@@ -8,6 +7,7 @@
 #include "comm/device/expert_parallel_state.hpp"
 #include "core/check.hpp"
 #include "core/gpu/cuda_check.hpp"
+#include "core/gpu/device_wide.hpp"
 
 namespace switchyard {
 DeviceExpertParallel::DeviceExpertParallel(Communicator& communicator,
