@@ -84,8 +84,7 @@ std::string rise_sentence(const json& arm, double passes) {
   if (last - lowest["mean"].get<double>() <= kRise) return "";
   return fmt::format(
       "{}: from {:.4f} nats a byte behind step {} its loss rises to {:.4f} at the last step, which "
-      "counts: it reads the text {:.1f} times, and would have ended lower by fewer steps or more "
-      "text.",
+      "counts; it reads the text {:.1f} times.",
       arm["name"].get<std::string>(), lowest["mean"].get<double>(),
       lowest["step"].get<std::int64_t>(), last, passes);
 }
