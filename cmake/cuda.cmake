@@ -200,6 +200,8 @@ target_sources(switchyard_models_cuda PRIVATE
   src/models/gpu/generation/attend.cu
   src/models/gpu/generation/norm_route.cu
   src/models/gpu/generation/rows.cu
+  src/models/gpu/generation/persistent/step_bf16.cu
+  src/models/gpu/generation/persistent/step_f32.cu
 )
 switchyard_add_kernels(switchyard_models_sm90a sm90a)
 target_sources(switchyard_models_sm90a PRIVATE
@@ -213,6 +215,8 @@ target_sources(switchyard_models PRIVATE
   src/models/gpu/model.cpp
   src/models/gpu/calls.cpp
   src/models/gpu/steps.cpp
+  src/models/gpu/generation/one_kernel.cpp
+  src/models/gpu/generation/persistent/step.cpp
   src/models/gpu/generation/token_step.cpp
   src/models/gpu/generation/cache.cpp
   $<TARGET_OBJECTS:switchyard_models_cuda>

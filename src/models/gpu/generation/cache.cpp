@@ -17,18 +17,14 @@ ModelConfig without_training(ModelConfig config) {
   return config;
 }
 
-/// The router that norm_route() knows, where its gate is small.
-bool is_routed_with_norm(const RouterConfig& router, std::int64_t hidden) {
-  constexpr std::int64_t kMostNumbers = 1 << 16;
-  const auto* const top_k = std::get_if<TopKRouter>(&router.kind);
-  const bool known = top_k != nullptr && top_k->score == Score::kSoftmax && top_k->groups == 1 &&
-                     !router.is_chain() && router.network.is_linear();
-  const bool small = router.num_experts <= kMostRouted && router.top_k() <= kMostChosen &&
-                     router.num_experts * hidden <= kMostNumbers;
-  return known && small;
-}
-
 }  // namespace
+
+bool chooses_by_softmax(const RouterConfig& router) {
+  const auto* const top_k = std::get_if<TopKRouter>(&router.kind);
+  return top_k != nullptr && top_k->score == Score::kSoftmax && top_k->groups == 1 &&
+         !router.is_chain() && router.network.is_linear() && router.num_experts <= kMostRouted &&
+         router.top_k() <= kMostChosen;
+}
 
 GpuCache::GpuCache(const ModelConfig& config, const ModelOptions& options,
                    const DeviceParameters& parameters, std::int64_t batch, std::int64_t capacity)
@@ -38,43 +34,52 @@ GpuCache::GpuCache(const ModelConfig& config, const ModelOptions& options,
       bf16_(options.compute == DType::kBF16),
       batch_(batch),
       capacity_(capacity) {
-  const std::int64_t c = bf16_ ? 2 : 4, dim = config.head_dim, hidden = config.hidden;
+  const std::int64_t c = bf16_ ? 2 : 4, dim = config.head_dim;
   const std::int64_t of_q = config.heads * dim;
   few_ = batch <= kFewRows && of_q * c % 16 == 0;
-  const RouterConfig router = layer_config(config_).router;
-  routes_ = few_ && config.first_dense < config.layers && is_routed_with_norm(router, hidden);
-  if (routes_) {
-    expert_.reserve(4 * batch * router.top_k());
-    share_.reserve(4 * batch * router.top_k());
-  }
-  splits_ = few_ ? attend_splits(batch, config.heads, config.kv_heads, capacity) : 1;
-  ModelOptions of_steps = options;
-  of_steps.max_tokens = batch;
-  blocks_.reserve(static_cast<std::size_t>(config.layers));
-  const BlockScratch scratch;
-  for (std::int32_t l = 0; l < config.layers; ++l) {
-    blocks_.emplace_back(config_, of_steps, parameters, l, scratch);
-  }
   const std::int64_t of_cache =
       c * config.layers * batch * config.kv_heads * capacity * cache_row(dim, bf16_);
   keys_.reserve(of_cache);
   values_.reserve(of_cache);
-  for (DeviceBuffer* const buffer : {&x_, &middle_}) buffer->reserve(4 * batch * hidden);
-  for (DeviceBuffer* const buffer : {&norm_, &attended_, &block_}) {
-    buffer->reserve(c * batch * hidden);
-  }
+  for (DeviceBuffer* const buffer : {&x_, &middle_}) buffer->reserve(4 * batch * config.hidden);
   qkv_.reserve(c * batch * (of_q + std::int64_t{2} * config.kv_heads * dim));
   mixed_.reserve(c * batch * of_q);
-  scale_.reserve(4 * batch);
-  if (splits_ > 1) {
-    parts_.reserve(4 * batch * of_q * splits_);
-    stats_.reserve(8 * batch * config.heads * splits_);
-  }
   logits_.reserve(4 * batch * config.vocabulary);
   const auto of_ids = 4 * static_cast<std::size_t>(batch);
   input_.reserve(static_cast<std::int64_t>(kIdsAt + of_ids));
   sent_.reserve(kIdsAt + of_ids);
   told_.reserve(kRing * of_ids);
+  if (!reserve_for_one_kernel(options)) reserve_for_calls(options);
+}
+
+void GpuCache::reserve_for_calls(const ModelOptions& options) {
+  constexpr std::int64_t kMostOfGate = 1 << 16;  // numbers that norm_route() reads in no time
+  const RouterConfig router = layer_config(config_).router;
+  routes_ = few_ && config_.first_dense < config_.layers && chooses_by_softmax(router) &&
+            router.num_experts * config_.hidden <= kMostOfGate;
+  if (routes_) {
+    expert_.reserve(4 * batch_ * router.top_k());
+    share_.reserve(4 * batch_ * router.top_k());
+  }
+  ModelOptions of_steps = options;
+  of_steps.max_tokens = batch_;
+  blocks_.reserve(static_cast<std::size_t>(config_.layers));
+  const BlockScratch scratch;
+  for (std::int32_t l = 0; l < config_.layers; ++l) {
+    blocks_.emplace_back(config_, of_steps, *parameters_, l, scratch);
+  }
+  for (DeviceBuffer* const buffer : {&norm_, &attended_, &block_}) {
+    buffer->reserve((bf16_ ? 2 : 4) * batch_ * config_.hidden);
+  }
+  scale_.reserve(4 * batch_);
+  if (few_) reserve_splits(attend_splits(batch_, config_.heads, config_.kv_heads, capacity_));
+}
+
+void GpuCache::reserve_splits(std::int32_t splits) {
+  splits_ = splits;
+  if (splits == 1) return;
+  parts_.reserve(4 * batch_ * config_.heads * config_.head_dim * splits);
+  stats_.reserve(8 * batch_ * config_.heads * splits);
 }
 
 GpuCache::~GpuCache() {

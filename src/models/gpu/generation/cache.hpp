@@ -1,8 +1,8 @@
 #pragma once
 
 // Keys and values of sequences on a GPU, and the token steps behind them: one more token of each
-// sequence as one graph, in memory of the cache's own. So nothing that else a model does makes a
-// graph void.
+// sequence as one kernel or one graph, in memory of the cache's own. So nothing that else a model
+// does makes a graph void.
 
 #include <array>
 #include <optional>
@@ -11,6 +11,7 @@
 
 #include "models/cache_state.hpp"
 #include "models/gpu/block.hpp"
+#include "models/gpu/generation/persistent/step.hpp"
 #include "models/gpu/generation/stages.hpp"
 #include "models/gpu/graph.hpp"
 
@@ -23,6 +24,9 @@ struct StepTools {
   const float* sine = nullptr;
   cudaStream_t stream = nullptr;
 };
+
+/// Whether routing is choose_experts().
+[[nodiscard]] bool chooses_by_softmax(const RouterConfig& router);
 
 class GpuCache final : public DeviceCache {
  public:
@@ -54,6 +58,15 @@ class GpuCache final : public DeviceCache {
  private:
   static constexpr std::int32_t kRing = 4;
 
+  /// What steps need that are a list of calls.
+  void reserve_for_calls(const ModelOptions& options);
+  void reserve_splits(std::int32_t splits);
+  // one_kernel.cpp
+  /// Whether a step is one kernel: then what it needs has been made.
+  bool reserve_for_one_kernel(const ModelOptions& options);
+  [[nodiscard]] bool knows_one_kernel(const ModelOptions& options) const;
+  [[nodiscard]] PersistentLayer persistent_layer(std::int32_t l) const;
+
   // token_step.cpp
   void enqueue(const StepTools& tools);
   void attention_step(std::int32_t l, const StepTools& tools);
@@ -74,20 +87,22 @@ class GpuCache final : public DeviceCache {
   const Parameters* host_;
   bool bf16_;
   std::int64_t batch_, capacity_;
-  bool few_;     ///< Products by row_product(), else cuBLASLt's.
-  bool routes_;  ///< The norm before the experts chooses them too.
-  std::int32_t splits_;
+  bool few_;             ///< Products by row_product(), else cuBLASLt's.
+  bool routes_ = false;  ///< The norm before the experts chooses them too.
+  std::int32_t splits_ = 1;
   std::vector<DeviceBlock> blocks_;
-  DeviceBuffer keys_, values_;            ///< [L, B, M, capacity, row].
-  DeviceBuffer x_, middle_;               ///< [B, H] f32.
-  DeviceBuffer norm_, attended_, block_;  ///< [B, H] c.
-  DeviceBuffer qkv_, mixed_, scale_;      ///< [B, (N + 2M) D] c, [B, N D] c, [B] f32.
-  DeviceBuffer parts_, stats_, logits_;   ///< Of attend(); [B, V] f32.
-  DeviceBuffer expert_, share_;           ///< [B, K] where routes_.
-  DeviceBuffer input_;                    ///< The place, then ids [B].
-  PinnedBytes sent_, told_;               ///< What input_ is copied from; [kRing, B].
-  std::array<Event, kRing> done_;         ///< By position.
-  std::int64_t next_ = -1;                ///< Position of the next step, as the device has it.
+  DeviceBuffer keys_, values_;                    ///< [L, B, M, capacity, row].
+  DeviceBuffer x_, middle_;                       ///< [B, H] f32.
+  DeviceBuffer norm_, attended_, block_;          ///< [B, H] c.
+  DeviceBuffer qkv_, mixed_, scale_;              ///< [B, (N + 2M) D] c, [B, N D] c, [B] f32.
+  DeviceBuffer parts_, stats_, logits_;           ///< Of attend(); [B, V] f32.
+  DeviceBuffer expert_, share_;                   ///< [B, K] where routes_.
+  DeviceBuffer input_;                            ///< The place, then ids [B].
+  std::optional<PersistentStepArgs> one_kernel_;  ///< A step that is one kernel,
+  DeviceBuffer layers_, inner_, best_, barrier_;  ///< and what it alone needs.
+  PinnedBytes sent_, told_;                       ///< What input_ is copied from; [kRing, B].
+  std::array<Event, kRing> done_;                 ///< By position.
+  std::int64_t next_ = -1;  ///< Position of the next step, as the device has it.
   std::int64_t under_way_ = 0;
   bool warm_ = false;
   std::optional<Graph> graph_;

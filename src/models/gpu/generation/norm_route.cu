@@ -1,9 +1,8 @@
 // The norm before the experts and their router in one kernel: a block has a row, which it
 // normalises into shared memory; a warp has the logits of every so manieth expert, the first warp
 // the choice.
-#include <climits>
-
 #include "core/gpu/ptx.cuh"
+#include "models/gpu/generation/choose_experts.cuh"
 #include "models/gpu/generation/stages.hpp"
 #include "models/gpu/launch.cuh"
 
@@ -11,77 +10,6 @@ namespace switchyard::models::gpu {
 namespace {
 
 constexpr int kMostWarps = 32;
-constexpr int kEach = kMostRouted / 32;  // experts of a lane, when they are chosen from
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffU, x, i));
-  return x;
-}
-
-/// The top_k experts, by logit or by probability and bias, ties to the lower one, and their
-/// probabilities. Logits that are not numbers make weights that are none.
-__device__ __forceinline__ void choose(const NormRouteArgs& p, const float* logits) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  float logit[kEach], key[kEach];
-  float largest = -INFINITY, sum = 0;
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int e = lane + 32 * j;
-    logit[j] = e < p.experts ? logits[e] : -INFINITY;
-    largest = fmaxf(largest, logit[j]);
-  }
-  largest = warp_max(largest);
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    if (lane + 32 * j < p.experts) sum += expf(logit[j] - largest);
-  }
-  sum = warp_sum(sum);
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int e = lane + 32 * j;
-    key[j] = logit[j];
-    if (p.bias != nullptr && e < p.experts) key[j] = expf(logit[j] - largest) / sum + p.bias[e];
-  }
-  float mine = 0, chosen = 0;
-  int id = 0;
-  std::uint32_t used = 0;  // bit j: expert lane + 32 j is chosen
-  for (int k = 0; k < p.top_k; ++k) {
-    float best = -INFINITY, of_best = NAN;
-    int who = INT_MAX;
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const bool free = (used >> j & 1U) == 0 && lane + 32 * j < p.experts;
-      if (!free || !(key[j] > best || (key[j] == best && who == INT_MAX))) continue;
-      best = key[j];
-      who = lane + 32 * j;
-      of_best = logit[j];
-    }
-#pragma unroll
-    for (int i = 16; i > 0; i /= 2) {
-      const float key_there = __shfl_xor_sync(0xffffffffU, best, i);
-      const float logit_there = __shfl_xor_sync(0xffffffffU, of_best, i);
-      const int there = __shfl_xor_sync(0xffffffffU, who, i);
-      if (there == INT_MAX) continue;
-      if (who == INT_MAX || key_there > best || (key_there == best && there < who)) {
-        best = key_there;
-        of_best = logit_there;
-        who = there;
-      }
-    }
-    const float share = expf(of_best - largest) / sum;
-    chosen += share;
-    if (who != INT_MAX && who % 32 == lane) used |= 1U << (who / 32);
-    if (lane == k) {
-      mine = share;
-      id = who == INT_MAX ? k : who;
-    }
-  }
-  if (lane >= p.top_k) return;
-  const std::int64_t at = std::int64_t{blockIdx.x} * p.top_k + lane;
-  p.expert[at] = id;
-  p.share[at] = (p.renormalize ? mine / chosen : mine) * p.scale;
-}
 
 template <typename T>
 __global__ void norm_route_kernel(NormRouteArgs p) {
@@ -137,7 +65,10 @@ __global__ void norm_route_kernel(NormRouteArgs p) {
     if (lane == 0) logits[e] = sum;
   }
   __syncthreads();
-  if (warp == 0) choose(p, logits);
+  if (warp > 0) return;
+  const ChoiceArgs choice{p.bias, p.experts, p.top_k, p.renormalize, p.scale};
+  const std::int64_t at = std::int64_t{blockIdx.x} * p.top_k;
+  choose_experts(choice, logits, p.expert + at, p.share + at);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // stage before it has ended, and all rows of x, which its block makes in shared memory: the norm of
 // the residual stream, or what attention's splits add up to.
 #include "core/gpu/ptx.cuh"
+#include "models/gpu/generation/row_makers.cuh"
 #include "models/gpu/generation/stages.hpp"
 #include "models/gpu/launch.cuh"
 
@@ -12,87 +13,24 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kAhead = 4;  // loads of a lane under way, of each row of weights
 
-/// Rows of x + delta normalised, kWarps / kRows warps a row.
+/// Rows of x + delta normalised; the first block writes these sums too.
 template <typename T, int kRows>
-__device__ __forceinline__ void make_normed(const RowProductArgs& p, T* rows, float* sums) {
-  constexpr int kOfRow = kThreads / kRows;
-  const int row = static_cast<int>(threadIdx.x) / kOfRow;
-  const int thread = static_cast<int>(threadIdx.x) % kOfRow;
-  const bool inside = row < p.rows;
-  const float* const x = p.x + row * p.in;
-  const T* const delta = p.delta == nullptr ? nullptr : static_cast<const T*>(p.delta) + row * p.in;
-  const int size = static_cast<int>(p.in);
-  const auto load = [&](int column, float(&to)[4]) {
-    load4(x + column, to);
+__device__ __forceinline__ void make_normed(const RowProductArgs& p,
+                                            const NormWeights<kRows, kThreads>& weights, T* rows,
+                                            float (&sums)[kWarps]) {
+  const T* const delta = static_cast<const T*>(p.delta);
+  const auto load = [&](int row, int column, float(&to)[4]) {
+    const std::int64_t at = row * p.in + column;
+    load4(p.x + at, to);
     if (delta == nullptr) return;
     float more[4];
-    load4(delta + column, more);
+    load4(delta + at, more);
 #pragma unroll
     for (int j = 0; j < 4; ++j) to[j] += more[j];
+    if (p.sum != nullptr && blockIdx.x == 0) store4(p.sum + at, to);
   };
-  float squares = 0;
-  if (inside) {
-    for (int column = 4 * thread; column < size; column += 4 * kOfRow) {
-      float v[4];
-      load(column, v);
-      if (p.sum != nullptr && blockIdx.x == 0) store4(p.sum + row * p.in + column, v);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) squares += v[j] * v[j];
-    }
-  }
-  squares = warp_sum(squares);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
-  __syncthreads();
-  float total = 0;
-#pragma unroll
-  for (int w = 0; w < kOfRow / 32; ++w) total += sums[row * (kOfRow / 32) + w];
-  const float scale = 1.0F / sqrtf(total / static_cast<float>(size) + p.epsilon);
-  for (int column = 4 * thread; column < size; column += 4 * kOfRow) {
-    float v[4] = {}, weight[4];
-    if (inside) {
-      load(column, v);
-      load4(p.norm_weight + column, weight);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] *= weight[j] * scale;
-    }
-    store4(rows + row * size + column, v);
-  }
-}
-
-/// What attention has left: rows as they are, or splits of their positions put together.
-template <typename T, int kRows>
-__device__ __forceinline__ void make_attended(const RowProductArgs& p, T* rows, float* shares) {
-  const int size = static_cast<int>(p.in), splits = p.splits;
-  const int count = static_cast<int>(p.rows) * size;
-  const int thread = static_cast<int>(threadIdx.x);
-  if (splits == 1) {
-    const T* const mixed = static_cast<const T*>(p.mixed);
-    for (int i = thread; i < kRows * size; i += kThreads) rows[i] = i < count ? mixed[i] : T(0.0F);
-    return;
-  }
-  const int of_heads = static_cast<int>(p.rows) * p.heads;
-  for (int i = thread; i < of_heads; i += kThreads) {
-    const float* const stats = p.stats + 2 * i * splits;
-    float most = -INFINITY, total = 0;
-    for (int s = 0; s < splits; ++s) most = fmaxf(most, stats[2 * s]);
-    for (int s = 0; s < splits; ++s) total += exp2f(stats[2 * s] - most) * stats[2 * s + 1];
-    for (int s = 0; s < splits; ++s) {
-      shares[i * splits + s] = exp2f(stats[2 * s] - most) / total;
-    }
-  }
-  __syncthreads();
-  const int dim = size / p.heads;
-  for (int i = thread; i < kRows * size; i += kThreads) {
-    float sum = 0;
-    if (i < count) {
-      const int head = i / dim;  // of all rows
-      const float* const part = p.parts + head * splits * dim + i % dim;
-      // A split that is beyond the last position has the share 0, and zeros.
-#pragma unroll 4
-      for (int s = 0; s < splits; ++s) sum += shares[head * splits + s] * part[s * dim];
-    }
-    store(rows + i, sum);
-  }
+  make_normed_rows<T, kRows, kThreads>(load, static_cast<int>(p.rows), static_cast<int>(p.in),
+                                       weights, p.norm_weight, p.epsilon, rows, sums);
 }
 
 template <typename T, int kRows, int kOuts, bool kNormed>
@@ -118,11 +56,15 @@ __global__ void __launch_bounds__(kThreads) row_product_kernel(RowProductArgs p)
     }
   };
   load(0);
+  NormWeights<kRows, kThreads> norm_weights;
+  if constexpr (kNormed) norm_weights.load(p.norm_weight, static_cast<int>(p.in));
   ptx::start_after_previous_kernel();
   if constexpr (kNormed) {
-    make_normed<T, kRows>(p, rows, sums);
+    make_normed<T, kRows>(p, norm_weights, rows, sums);
   } else {
-    make_attended<T, kRows>(p, rows, shares);
+    make_attended_rows<T, kRows, kThreads>({p.mixed, p.parts, p.stats, p.splits, p.heads},
+                                           static_cast<int>(p.rows), static_cast<int>(p.in), rows,
+                                           shares);
   }
   __syncthreads();
 

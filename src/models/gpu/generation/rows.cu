@@ -1,8 +1,7 @@
 // The small stages of a token step: its beginning, norms, what goes into the cache behind a piece
 // of a prompt, the likeliest tokens. Bound by latency.
-#include <climits>
-
 #include "core/gpu/ptx.cuh"
+#include "models/gpu/generation/likeliest.cuh"
 #include "models/gpu/generation/stages.hpp"
 #include "models/gpu/launch.cuh"
 
@@ -11,7 +10,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMostWarps = 32;  // of a block of likeliest()
 
 /// Not overlapped: what comes before it may have written weights, ids and place.
 __global__ void begin_kernel(BeginArgs p) {
@@ -70,42 +68,15 @@ __global__ void __launch_bounds__(kThreads) norm_rows_kernel(NormRowsArgs p) {
   }
 }
 
-/// A logit and whose it is; id INT_MAX: none yet, -1: one was not a number.
-struct Best {
-  float logit;
-  int id;
-};
-__device__ __forceinline__ Best better(Best a, Best b) {
-  if (a.id < 0 || b.id < 0) return a.id < 0 ? a : b;
-  if (a.logit != b.logit) return a.logit > b.logit ? a : b;
-  return a.id < b.id ? a : b;
-}
-__device__ __forceinline__ Best best_of_warp(Best best) {
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    best = better(best, {__shfl_xor_sync(0xffffffffU, best.logit, i),
-                         __shfl_xor_sync(0xffffffffU, best.id, i)});
-  }
-  return best;
-}
-
 __global__ void likeliest_kernel(LikeliestArgs p) {
-  __shared__ Best of_warps[kMostWarps];
   ptx::start_after_previous_kernel();
   const float* const logits = p.logits + blockIdx.x * p.vocabulary;
-  Best best{-INFINITY, INT_MAX};
+  Best best = no_best();
   for (std::int64_t i = threadIdx.x; i < p.vocabulary; i += blockDim.x) {
-    const float logit = logits[i];
-    best = better(best, {logit, isnan(logit) ? -1 : static_cast<int>(i)});
+    best = better(best, best_of(logits[i], i));
   }
-  best = best_of_warp(best);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  if (lane == 0) of_warps[warp] = best;
-  __syncthreads();
-  if (warp > 0) return;
-  const bool there = lane < static_cast<int>(blockDim.x) / 32;
-  best = best_of_warp(there ? of_warps[lane] : Best{-INFINITY, INT_MAX});
-  if (lane > 0) return;
+  best = best_of_block(best);
+  if (threadIdx.x > 0) return;
   p.ids[blockIdx.x] = max(best.id, 0);
   p.told[p.place->position % p.ring * p.rows + blockIdx.x] = best.id;
 }
@@ -133,7 +104,7 @@ void norm_rows(const NormRowsArgs& args) {
 }
 
 void likeliest(const LikeliestArgs& args) {
-  const int threads = args.vocabulary > 4 * kThreads ? 32 * kMostWarps : kThreads;
+  const int threads = args.vocabulary > 4 * kThreads ? 1024 : kThreads;
   launch_overlapped(likeliest_kernel, static_cast<unsigned>(args.rows), threads, 0, args.stream,
                     args);
 }

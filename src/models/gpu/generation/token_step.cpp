@@ -1,5 +1,6 @@
-// A token step as a list of calls. Few rows: products with the norm before them and the sum behind
-// them in one kernel each, attention split over positions. Many: cuBLASLt's products, as a forward.
+// A token step: one kernel where it can be, else a list of calls. Few rows: products with the norm
+// before them and the sum behind them in one kernel each, attention split over positions. Many:
+// cuBLASLt's products, as a forward.
 #include <cstring>
 
 #include "core/check.hpp"
@@ -30,7 +31,12 @@ void GpuCache::start(const std::int32_t* tokens, std::int64_t position, const St
   }
   bool may = warm_;  // the first step makes memory and asks for what a graph cannot
   for (const DeviceBlock& block : blocks_) may = may && block.may_be_captured(false);
-  if (may) {
+  if (one_kernel_) {
+    one_kernel_->cosine = tools.cosine;
+    one_kernel_->sine = tools.sine;
+    one_kernel_->stream = tools.stream;
+    persistent_step(*one_kernel_);
+  } else if (may) {
     if (!graph_) graph_.emplace(tools.stream, [&] { enqueue(tools); });
     graph_->launch(tools.stream);
   } else {
