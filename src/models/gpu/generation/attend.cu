@@ -3,8 +3,6 @@
 
 #include <algorithm>
 
-#include "core/gpu/ptx.cuh"
-
 namespace switchyard::models::gpu {
 namespace {
 
@@ -12,10 +10,12 @@ constexpr int kWarps = 8;
 
 template <typename T, int kLanes, int kGroup>
 __global__ void __launch_bounds__(32 * kWarps) attend_kernel(AttendArgs p) {
-  __shared__ AttendRoom<T, kLanes, kGroup, kWarps> room;
+  using Block = AttendBlock<T, kLanes, kGroup, kWarps>;
+  extern __shared__ int4 room[];
   ptx::start_after_previous_kernel();
-  attend_item<T, kLanes, kGroup, kWarps>(p, static_cast<int>(blockIdx.x),
-                                         static_cast<int>(blockIdx.y), room);
+  Block(p, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+        *reinterpret_cast<typename Block::Room*>(room))
+      .run();
 }
 
 template <typename T, int kLanes>
@@ -23,9 +23,12 @@ void launch_lanes(const AttendArgs& args) {
   const int of_kv = args.heads / args.kv_heads;
   const int group = of_kv == 1 ? 1 : 4;
   const auto kernel = of_kv == 1 ? attend_kernel<T, kLanes, 1> : attend_kernel<T, kLanes, 4>;
+  const std::size_t bytes = of_kv == 1 ? sizeof(AttendRoom<T, kLanes, 1, kWarps>)
+                                       : sizeof(AttendRoom<T, kLanes, 4, kWarps>);
+  if (bytes > (48U << 10U)) allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   const std::int64_t items = args.rows * args.kv_heads * ((of_kv + group - 1) / group);
   launch_overlapped(kernel, dim3(static_cast<unsigned>(items), static_cast<unsigned>(args.splits)),
-                    32 * kWarps, 0, args.stream, args);
+                    32 * kWarps, bytes, args.stream, args);
 }
 
 }  // namespace

@@ -1,16 +1,19 @@
 #pragma once
 
 // Attention of a few rows over a cache. A team of neighbouring threads has a position, each thread
-// 16 bytes of its key and value; teams have running maxima and sums of their own, which meet at the
-// end: in a warp by shuffles, then in shared memory. All is f32 but what is read and written.
+// 16 bytes of its key and value, which it copies to shared memory for itself two turns ahead; teams
+// have running maxima and sums of their own, which meet at the end: in a warp by shuffles, then in
+// shared memory. All is f32 but what is read and written.
 
+#include "core/gpu/ptx.cuh"
 #include "models/gpu/generation/stages.hpp"
 #include "models/gpu/launch.cuh"
 #include "models/gpu/stages.hpp"
 
 namespace switchyard::models::gpu {
 
-inline constexpr int kAttendTogether = 4;  ///< Positions of a team under way.
+inline constexpr int kAttendTogether = 2;  ///< Positions of a team in a turn,
+inline constexpr int kAttendAhead = 2;     ///< and turns that are under way.
 /// Of a lane, in rope.
 inline constexpr int kAttendPairs = static_cast<int>(kMaxHeadDim) / 64;
 inline constexpr float kLog2e = 1.4426950408889634F;
@@ -37,86 +40,11 @@ __device__ __forceinline__ AttendItem find_attend_item(const AttendArgs& p, int 
   return at;
 }
 
-/// A warp normalises and turns a head, as rope() does but for the order of the squares' sum.
-template <typename T, class Store>
-__device__ __forceinline__ void turn_head(const AttendArgs& p, const T* x, const float* weight,
-                                          int position, const Store& put) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, half = p.head_dim / 2;
-  float a[kAttendPairs] = {}, b[kAttendPairs] = {};
-  float squares = 0;
-#pragma unroll
-  for (int j = 0; j < kAttendPairs; ++j) {
-    const int i = lane + 32 * j;
-    if (i >= half) continue;
-    a[j] = to_float(x[i]);
-    b[j] = to_float(x[half + i]);
-    squares += a[j] * a[j] + b[j] * b[j];
-  }
-  if (weight != nullptr) {
-    const float mean = warp_sum(squares) / static_cast<float>(p.head_dim);
-    const float scale = 1.0F / sqrtf(mean + p.epsilon);
-#pragma unroll
-    for (int j = 0; j < kAttendPairs; ++j) {
-      const int i = lane + 32 * j;
-      if (i >= half) continue;
-      a[j] *= scale * weight[i];
-      b[j] *= scale * weight[half + i];
-    }
-  }
-  const std::int64_t angle = std::int64_t{position} * half;
-#pragma unroll
-  for (int j = 0; j < kAttendPairs; ++j) {
-    const int i = lane + 32 * j;
-    if (i >= half) continue;
-    const float c = p.cosine[angle + i], s = p.sine[angle + i];
-    put(i, a[j] * c - b[j] * s);
-    put(half + i, b[j] * c + a[j] * s);
-  }
-}
-
 template <typename T>
 __device__ __forceinline__ float rounded(float x) {
   T y;
   store(&y, x);
   return to_float(y);
-}
-
-/// Queries into shared memory, rounded as rope() leaves them; with `appends` the row's key and
-/// value into the cache. A warp a head.
-template <typename T, int kGroup, int kSize>
-__device__ __forceinline__ void prepare_queries(const AttendArgs& p, const AttendItem& at,
-                                                bool appends, float (&q)[kGroup][kSize]) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int dim = p.head_dim;
-  const int of_both = p.heads + p.kv_heads;
-  if (warp < kGroup) {
-    for (int i = lane; i < kSize; i += 32) {
-      if (i >= dim || warp >= at.num_heads) q[warp][i] = 0;
-    }
-    if (warp >= at.num_heads) return;
-    const int head = at.first_head + warp;
-    if (p.qkv == nullptr) {
-      const T* const x = static_cast<const T*>(p.turned) + (at.row * of_both + head) * dim;
-      for (int i = lane; i < dim; i += 32) q[warp][i] = to_float(x[i]);
-      return;
-    }
-    const T* const x =
-        static_cast<const T*>(p.qkv) + (at.row * (of_both + p.kv_heads) + head) * dim;
-    turn_head(p, x, p.q_weight, at.position, [&](int i, float v) { q[warp][i] = rounded<T>(v); });
-    return;
-  }
-  if (!appends || p.qkv == nullptr || warp > kGroup + 1) return;
-  const T* const row = static_cast<const T*>(p.qkv) + at.row * (of_both + p.kv_heads) * dim;
-  const std::int64_t to =
-      ((at.sequence * p.kv_heads + at.kv_head) * p.cache.capacity + at.position) * p.cache.row;
-  if (warp == kGroup) {
-    T* const key = static_cast<T*>(p.cache.keys) + to;
-    turn_head(p, row + (p.heads + at.kv_head) * dim, p.k_weight, at.position,
-              [&](int i, float v) { store(key + i, v); });
-  } else {
-    T* const value = static_cast<T*>(p.cache.values) + to;
-    for (int i = lane; i < dim; i += 32) value[i] = row[(of_both + at.kv_head) * dim + i];
-  }
 }
 
 /// What a block of kWarps warps shares while it attends.
@@ -126,132 +54,299 @@ struct AttendRoom {
   float queries[kGroup][kSize];
   float sums[kWarps][kGroup][kSize];
   float stats[kWarps][kGroup][2];
+  int4 fresh[2][kLanes];  ///< The row's own key and value.
+  int4 ahead[kAttendAhead][2][kAttendTogether][32 * kWarps];
 };
 
 /// An item of attend(), a stretch of its positions: kLanes threads have a position; kGroup heads of
-/// queries share what is read. The room may be used again behind a barrier.
+/// queries share what is read. Made, it has asked for what does not depend on the row: the first
+/// positions that are cached. The room may be used again behind a barrier.
 template <typename T, int kLanes, int kGroup, int kWarps>
-__device__ __forceinline__ void attend_item(const AttendArgs& p, int index, int split,
-                                            AttendRoom<T, kLanes, kGroup, kWarps>& room) {
-  constexpr int kThreads = 32 * kWarps;
-  constexpr int kSize = kLanes * kPack<T>;
-  constexpr int kTeams = kThreads / kLanes;
-  static_assert(kGroup + 2 <= kWarps);
-  auto& queries = room.queries;
-  auto& sums = room.sums;
-  auto& stats = room.stats;
-  const AttendItem at = find_attend_item<kGroup>(p, index);
-  const int length = at.position + 1;
-  const int each = (length + p.splits - 1) / p.splits;
-  const int begin = split * each, end = min(length, begin + each);
-  prepare_queries<T, kGroup, kSize>(p, at, begin <= at.position && at.position < end, queries);
-  __syncthreads();
+class AttendBlock {
+ public:
+  using Room = AttendRoom<T, kLanes, kGroup, kWarps>;
 
-  const int thread = static_cast<int>(threadIdx.x);
-  const int team = thread / kLanes, column = thread % kLanes * kPack<T>;
-  const bool inside = column < p.cache.row;
-  const std::int64_t head = (at.sequence * p.kv_heads + at.kv_head) * p.cache.capacity;
-  const T* const keys = static_cast<const T*>(p.cache.keys) + head * p.cache.row + column;
-  const T* const values = static_cast<const T*>(p.cache.values) + head * p.cache.row + column;
-  const float scale = kLog2e / sqrtf(static_cast<float>(p.head_dim));
-  float q[kGroup][kPack<T>], sum[kGroup][kPack<T>] = {};
-  float most[kGroup], total[kGroup] = {};
-#pragma unroll
-  for (int g = 0; g < kGroup; ++g) {
-    most[g] = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kPack<T>; ++i) q[g][i] = queries[g][column + i] * scale;
+  __device__ __forceinline__ AttendBlock(const AttendArgs& args, int index, int split, Room& room)
+      : p_(args), room_(room), at_(find_attend_item<kGroup>(args, index)), split_(split) {
+    const int length = at_.position + 1, each = (length + p_.splits - 1) / p_.splits;
+    begin_ = split * each;
+    const int end = min(length, begin_ + each);
+    appends_ = p_.qkv != nullptr && begin_ <= at_.position && at_.position < end;
+    end_ = appends_ ? at_.position : end;
+    const std::int64_t head = (at_.sequence * p_.kv_heads + at_.kv_head) * p_.cache.capacity;
+    keys_ = static_cast<const T*>(p_.cache.keys) + head * p_.cache.row + column();
+    values_ = static_cast<const T*>(p_.cache.values) + head * p_.cache.row + column();
+    for (int turn = 0; turn < kAttendAhead; ++turn) ask(turn);
+    load_angles();
   }
-  for (int base = begin; base < end; base += kTeams * kAttendTogether) {
-    int4 k[kAttendTogether], v[kAttendTogether];
-#pragma unroll
-    for (int j = 0; j < kAttendTogether; ++j) {
-      const int i = base + j * kTeams + team;
-      const bool there = inside && i < end;
-      k[j] = there ? *reinterpret_cast<const int4*>(keys + i * p.cache.row) : int4{};
-      v[j] = there ? *reinterpret_cast<const int4*>(values + i * p.cache.row) : int4{};
-    }
+
+  __device__ __forceinline__ void run() {
+    prepare();
+    __syncthreads();
+    const float scale = kLog2e / sqrtf(static_cast<float>(p_.head_dim));
 #pragma unroll
     for (int g = 0; g < kGroup; ++g) {
-      float score[kAttendTogether], now = most[g];
+      most_[g] = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kPack<T>; ++i) q_[g][i] = room_.queries[g][column() + i] * scale;
+    }
+    const int turns = (max(0, end_ - begin_) + kOfTurn - 1) / kOfTurn;
+#pragma unroll 1
+    for (int turn = 0; turn < turns + (appends_ ? 1 : 0); ++turn) {
+      ptx::cp_async_wait<kAttendAhead - 1>();
+      int4 k[kAttendTogether], v[kAttendTogether];
+      bool there[kAttendTogether];
+#pragma unroll
+      for (int j = 0; j < kAttendTogether; ++j) {
+        k[j] = room_.ahead[turn % kAttendAhead][0][j][thread()];
+        v[j] = room_.ahead[turn % kAttendAhead][1][j][thread()];
+        there[j] = position(turn, j) < end_;
+      }
+      if (turn == turns) {  // the row's own, by the first team
+        k[0] = room_.fresh[0][thread() % kLanes];
+        v[0] = room_.fresh[1][thread() % kLanes];
+        there[0] = thread() < kLanes;
+      }
+      add(k, v, there);
+      ask(turn + kAttendAhead);
+    }
+    ptx::cp_async_wait<0>();
+    meet();
+    __syncthreads();
+    write();
+  }
+
+ private:
+  static constexpr int kThreads = 32 * kWarps, kTeams = kThreads / kLanes;
+  static constexpr int kOfTurn = kTeams * kAttendTogether;
+  static_assert(kGroup + 2 <= kWarps);
+
+  static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x); }
+  static __device__ __forceinline__ int column() { return thread() % kLanes * kPack<T>; }
+  [[nodiscard]] __device__ __forceinline__ int position(int turn, int j) const {
+    return begin_ + turn * kOfTurn + j * kTeams + thread() / kLanes;
+  }
+  /// This thread's part of a turn's positions; zeros where there are none.
+  __device__ __forceinline__ void ask(int turn) {
+    const bool inside = column() < p_.cache.row;
+#pragma unroll
+    for (int j = 0; j < kAttendTogether; ++j) {
+      const int i = position(turn, j);
+      const bool there = inside && i < end_;
+      const std::int64_t from = there ? i * p_.cache.row : 0;
+      auto& to = room_.ahead[turn % kAttendAhead];
+      const std::uint32_t bytes = there ? 16 : 0;
+      ptx::cp_async_16(ptx::shared_address(&to[0][j][thread()]),
+                       there ? keys_ + from : keys_first(), bytes);
+      ptx::cp_async_16(ptx::shared_address(&to[1][j][thread()]),
+                       there ? values_ + from : keys_first(), bytes);
+    }
+    ptx::cp_async_commit();
+  }
+  [[nodiscard]] __device__ __forceinline__ const T* keys_first() const {
+    return static_cast<const T*>(p_.cache.keys);
+  }
+
+  // ---- the row: a warp has a head of queries, the next ones its key and its value ----
+
+  [[nodiscard]] __device__ __forceinline__ bool turns_query() const {
+    return thread() / 32 < at_.num_heads;
+  }
+  [[nodiscard]] __device__ __forceinline__ bool turns_key() const {
+    return appends_ && thread() / 32 == kGroup;
+  }
+  __device__ __forceinline__ void load_angles() {
+    if (p_.qkv == nullptr || (!turns_query() && !turns_key())) return;
+    const int half = p_.head_dim / 2;
+    const std::int64_t angle = std::int64_t{at_.position} * half;
+    const float* const weight = turns_key() ? p_.k_weight : p_.q_weight;
+#pragma unroll
+    for (int j = 0; j < kAttendPairs; ++j) {
+      const int i = thread() % 32 + 32 * j;
+      if (i >= half) continue;
+      cosine_[j] = p_.cosine[angle + i];
+      sine_[j] = p_.sine[angle + i];
+      weight_[j][0] = weight == nullptr ? 1.0F : weight[i];
+      weight_[j][1] = weight == nullptr ? 1.0F : weight[half + i];
+    }
+  }
+  /// A warp normalises and turns a head, as rope() does but for the order of the squares' sum.
+  template <class Store>
+  __device__ __forceinline__ void turn_head(const T* x, bool normed, const Store& put) const {
+    const int lane = thread() % 32, half = p_.head_dim / 2;
+    float a[kAttendPairs] = {}, b[kAttendPairs] = {};
+    float squares = 0;
+#pragma unroll
+    for (int j = 0; j < kAttendPairs; ++j) {
+      const int i = lane + 32 * j;
+      if (i >= half) continue;
+      a[j] = to_float(x[i]);
+      b[j] = to_float(x[half + i]);
+      squares += a[j] * a[j] + b[j] * b[j];
+    }
+    if (normed) {
+      const float mean = warp_sum(squares) / static_cast<float>(p_.head_dim);
+      const float scale = 1.0F / sqrtf(mean + p_.epsilon);
+#pragma unroll
+      for (int j = 0; j < kAttendPairs; ++j) {
+        a[j] *= scale * weight_[j][0];
+        b[j] *= scale * weight_[j][1];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAttendPairs; ++j) {
+      const int i = lane + 32 * j;
+      if (i >= half) continue;
+      put(i, a[j] * cosine_[j] - b[j] * sine_[j]);
+      put(half + i, b[j] * cosine_[j] + a[j] * sine_[j]);
+    }
+  }
+  /// Queries into shared memory, rounded as rope() leaves them; where the row's own position is in
+  /// the stretch its key and value there and into the cache.
+  __device__ __forceinline__ void prepare() {
+    const int warp = thread() / 32, lane = thread() % 32, dim = p_.head_dim;
+    const int of_both = p_.heads + p_.kv_heads;
+    if (warp < kGroup) {
+      float* const q = room_.queries[warp];
+      for (int i = lane; i < Room::kSize; i += 32) {
+        if (i >= dim || !turns_query()) q[i] = 0;
+      }
+      if (!turns_query()) return;
+      const int head = at_.first_head + warp;
+      if (p_.qkv == nullptr) {
+        const T* const x = static_cast<const T*>(p_.turned) + (at_.row * of_both + head) * dim;
+        for (int i = lane; i < dim; i += 32) q[i] = to_float(x[i]);
+        return;
+      }
+      const T* const x =
+          static_cast<const T*>(p_.qkv) + (at_.row * (of_both + p_.kv_heads) + head) * dim;
+      turn_head(x, p_.q_weight != nullptr, [&](int i, float v) { q[i] = rounded<T>(v); });
+      return;
+    }
+    if (!appends_ || warp > kGroup + 1) return;
+    const T* const row = static_cast<const T*>(p_.qkv) + at_.row * (of_both + p_.kv_heads) * dim;
+    const std::int64_t to =
+        ((at_.sequence * p_.kv_heads + at_.kv_head) * p_.cache.capacity + at_.position) *
+        p_.cache.row;
+    T* const fresh = reinterpret_cast<T*>(room_.fresh[warp - kGroup]);
+    for (int i = dim + lane; i < Room::kSize; i += 32) fresh[i] = T(0.0F);
+    if (warp == kGroup) {
+      T* const key = static_cast<T*>(p_.cache.keys) + to;
+      turn_head(row + (p_.heads + at_.kv_head) * dim, p_.k_weight != nullptr, [&](int i, float v) {
+        store(key + i, v);
+        store(fresh + i, v);
+      });
+    } else {
+      T* const value = static_cast<T*>(p_.cache.values) + to;
+      for (int i = lane; i < dim; i += 32) {
+        value[i] = fresh[i] = row[(of_both + at_.kv_head) * dim + i];
+      }
+    }
+  }
+
+  // ---- scores and sums ----
+
+  __device__ __forceinline__ void add(const int4 (&k)[kAttendTogether],
+                                      const int4 (&v)[kAttendTogether],
+                                      const bool (&there)[kAttendTogether]) {
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) {
+      float score[kAttendTogether], now = most_[g];
 #pragma unroll
       for (int j = 0; j < kAttendTogether; ++j) {
         float key[kPack<T>], dot = 0;
         unpack16(k[j], key, T{});
 #pragma unroll
-        for (int i = 0; i < kPack<T>; ++i) dot = fmaf(q[g][i], key[i], dot);
+        for (int i = 0; i < kPack<T>; ++i) dot = fmaf(q_[g][i], key[i], dot);
 #pragma unroll
         for (int i = kLanes / 2; i > 0; i /= 2) dot += __shfl_xor_sync(0xffffffffU, dot, i);
-        score[j] = base + j * kTeams + team < end ? dot : -INFINITY;
+        score[j] = there[j] ? dot : -INFINITY;
         now = fmaxf(now, score[j]);
       }
       const float against = now == -INFINITY ? 0.0F : now;  // a team without a position yet
-      const float keep = exp2f(most[g] - against);
-      most[g] = now;
-      total[g] *= keep;
+      const float keep = exp2f(most_[g] - against);
+      most_[g] = now;
+      total_[g] *= keep;
 #pragma unroll
-      for (int i = 0; i < kPack<T>; ++i) sum[g][i] *= keep;
+      for (int i = 0; i < kPack<T>; ++i) sum_[g][i] *= keep;
 #pragma unroll
       for (int j = 0; j < kAttendTogether; ++j) {
         float value[kPack<T>];
         unpack16(v[j], value, T{});
         const float share = exp2f(score[j] - against);
-        total[g] += share;
+        total_[g] += share;
 #pragma unroll
-        for (int i = 0; i < kPack<T>; ++i) sum[g][i] = fmaf(share, value[i], sum[g][i]);
+        for (int i = 0; i < kPack<T>; ++i) sum_[g][i] = fmaf(share, value[i], sum_[g][i]);
       }
     }
   }
 
-  // Teams of a warp, then warps.
-  const int warp = thread / 32, lane = thread % 32;
+  /// Teams of a warp, into shared memory.
+  __device__ __forceinline__ void meet() {
+    const int warp = thread() / 32, lane = thread() % 32;
 #pragma unroll
-  for (int g = 0; g < kGroup; ++g) {
-    float all = most[g];
+    for (int g = 0; g < kGroup; ++g) {
+      float all = most_[g];
 #pragma unroll
-    for (int i = 16; i >= kLanes; i /= 2) all = fmaxf(all, __shfl_xor_sync(0xffffffffU, all, i));
-    const float keep = all == -INFINITY ? 0.0F : exp2f(most[g] - all);
-    total[g] *= keep;
+      for (int i = 16; i >= kLanes; i /= 2) all = fmaxf(all, __shfl_xor_sync(0xffffffffU, all, i));
+      const float keep = all == -INFINITY ? 0.0F : exp2f(most_[g] - all);
+      total_[g] *= keep;
 #pragma unroll
-    for (int i = 0; i < kPack<T>; ++i) sum[g][i] *= keep;
+      for (int i = 0; i < kPack<T>; ++i) sum_[g][i] *= keep;
 #pragma unroll
-    for (int i = 16; i >= kLanes; i /= 2) {
-      total[g] += __shfl_xor_sync(0xffffffffU, total[g], i);
+      for (int i = 16; i >= kLanes; i /= 2) {
+        total_[g] += __shfl_xor_sync(0xffffffffU, total_[g], i);
 #pragma unroll
-      for (int n = 0; n < kPack<T>; ++n) sum[g][n] += __shfl_xor_sync(0xffffffffU, sum[g][n], i);
-    }
-    if (lane == 0) {
-      stats[warp][g][0] = all;
-      stats[warp][g][1] = total[g];
-    }
-    if (lane >= kLanes) continue;
+        for (int n = 0; n < kPack<T>; ++n) {
+          sum_[g][n] += __shfl_xor_sync(0xffffffffU, sum_[g][n], i);
+        }
+      }
+      if (lane == 0) {
+        room_.stats[warp][g][0] = all;
+        room_.stats[warp][g][1] = total_[g];
+      }
+      if (lane >= kLanes) continue;
 #pragma unroll
-    for (int n = 0; n < kPack<T>; ++n) sums[warp][g][column + n] = sum[g][n];
-  }
-  __syncthreads();
-  for (int i = thread; i < at.num_heads * p.head_dim; i += kThreads) {
-    const int g = i / p.head_dim, d = i % p.head_dim;
-    float all = -INFINITY, weights = 0, x = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) all = fmaxf(all, stats[w][g][0]);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float keep = all == -INFINITY ? 0.0F : exp2f(stats[w][g][0] - all);
-      weights += keep * stats[w][g][1];
-      x += keep * sums[w][g][d];
-    }
-    const std::int64_t of_head = at.row * p.heads + at.first_head + g;
-    if (p.splits == 1) {
-      store(static_cast<T*>(p.mixed) + of_head * p.head_dim + d, x / weights);
-      continue;
-    }
-    const std::int64_t part = of_head * p.splits + split;
-    p.parts[part * p.head_dim + d] = x;
-    if (d == 0) {
-      p.stats[2 * part] = all;
-      p.stats[2 * part + 1] = weights;
+      for (int n = 0; n < kPack<T>; ++n) room_.sums[warp][g][column() + n] = sum_[g][n];
     }
   }
-}
+  /// Of all warps, to memory.
+  __device__ __forceinline__ void write() const {
+    for (int i = thread(); i < at_.num_heads * p_.head_dim; i += kThreads) {
+      const int g = i / p_.head_dim, d = i % p_.head_dim;
+      float all = -INFINITY, weights = 0, x = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) all = fmaxf(all, room_.stats[w][g][0]);
+#pragma unroll 4
+      for (int w = 0; w < kWarps; ++w) {
+        const float keep = all == -INFINITY ? 0.0F : exp2f(room_.stats[w][g][0] - all);
+        weights += keep * room_.stats[w][g][1];
+        x += keep * room_.sums[w][g][d];
+      }
+      const std::int64_t of_head = at_.row * p_.heads + at_.first_head + g;
+      if (p_.splits == 1) {
+        store(static_cast<T*>(p_.mixed) + of_head * p_.head_dim + d, x / weights);
+        continue;
+      }
+      const std::int64_t part = of_head * p_.splits + split_;
+      p_.parts[part * p_.head_dim + d] = x;
+      if (d == 0) {
+        p_.stats[2 * part] = all;
+        p_.stats[2 * part + 1] = weights;
+      }
+    }
+  }
+
+  const AttendArgs& p_;
+  Room& room_;
+  AttendItem at_;
+  int split_, begin_, end_;  ///< Positions [begin, end) are read from the cache,
+  bool appends_;             ///< and the row's own behind them.
+  const T* keys_;
+  const T* values_;
+  float cosine_[kAttendPairs] = {}, sine_[kAttendPairs] = {}, weight_[kAttendPairs][2] = {};
+  float q_[kGroup][kPack<T>], sum_[kGroup][kPack<T>] = {};
+  float most_[kGroup], total_[kGroup] = {};
+};
 
 }  // namespace switchyard::models::gpu

@@ -24,9 +24,10 @@ struct ChoiceArgs {
 /// A warp chooses the top_k experts of a row of logits, by logit or by probability and bias, ties
 /// to the lower one, and their probabilities, into [top_k] each. Logits that are not numbers make
 /// weights that are none.
+/// @tparam kEach  Experts of a lane: 32 times that are enough.
+template <int kEach = kMostRouted / 32>
 __device__ __forceinline__ void choose_experts(const ChoiceArgs& p, const float* logits,
                                                std::int32_t* experts, float* shares) {
-  constexpr int kEach = kMostRouted / 32;  // experts of a lane
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float logit[kEach], key[kEach];
   float largest = -INFINITY, sum = 0;

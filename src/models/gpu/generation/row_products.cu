@@ -15,8 +15,7 @@ constexpr int kAhead = 4;  // loads of a lane under way, of each row of weights
 
 /// Rows of x + delta normalised; the first block writes these sums too.
 template <typename T, int kRows>
-__device__ __forceinline__ void make_normed(const RowProductArgs& p,
-                                            const NormWeights<kRows, kThreads>& weights, T* rows,
+__device__ __forceinline__ void make_normed(const RowProductArgs& p, T* rows,
                                             float (&sums)[kWarps]) {
   const T* const delta = static_cast<const T*>(p.delta);
   const auto load = [&](int row, int column, float(&to)[4]) {
@@ -30,7 +29,8 @@ __device__ __forceinline__ void make_normed(const RowProductArgs& p,
     if (p.sum != nullptr && blockIdx.x == 0) store4(p.sum + at, to);
   };
   make_normed_rows<T, kRows, kThreads>(load, static_cast<int>(p.rows), static_cast<int>(p.in),
-                                       weights, p.norm_weight, p.epsilon, rows, sums);
+                                       p.norm_weight, p.epsilon, rows, static_cast<int>(p.in),
+                                       sums);
 }
 
 template <typename T, int kRows, int kOuts, bool kNormed>
@@ -38,7 +38,6 @@ __global__ void __launch_bounds__(kThreads) row_product_kernel(RowProductArgs p)
   extern __shared__ int4 shared[];
   __shared__ float sums[kWarps];
   T* const rows = reinterpret_cast<T*>(shared);
-  float* const shares = reinterpret_cast<float*>(rows + kRows * p.in);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t first_out = (std::int64_t{blockIdx.x} * kWarps + warp) * kOuts;
   const int packs = static_cast<int>(p.in) / kPack<T>;
@@ -56,15 +55,14 @@ __global__ void __launch_bounds__(kThreads) row_product_kernel(RowProductArgs p)
     }
   };
   load(0);
-  NormWeights<kRows, kThreads> norm_weights;
-  if constexpr (kNormed) norm_weights.load(p.norm_weight, static_cast<int>(p.in));
+  if constexpr (kNormed) prefetch_row<kThreads>(p.norm_weight, static_cast<int>(p.in));
   ptx::start_after_previous_kernel();
   if constexpr (kNormed) {
-    make_normed<T, kRows>(p, norm_weights, rows, sums);
+    make_normed<T, kRows>(p, rows, sums);
   } else {
     make_attended_rows<T, kRows, kThreads>({p.mixed, p.parts, p.stats, p.splits, p.heads},
                                            static_cast<int>(p.rows), static_cast<int>(p.in), rows,
-                                           shares);
+                                           static_cast<int>(p.in));
   }
   __syncthreads();
 
@@ -114,10 +112,7 @@ __global__ void __launch_bounds__(kThreads) row_product_kernel(RowProductArgs p)
 template <typename T, int kRows>
 void launch_rows(const RowProductArgs& args) {
   const bool normed = args.x != nullptr;
-  std::size_t bytes = sizeof(T) * static_cast<std::size_t>(kRows * args.in);
-  if (args.splits > 1) {
-    bytes += sizeof(float) * static_cast<std::size_t>(args.rows * args.heads * args.splits);
-  }
+  const std::size_t bytes = sizeof(T) * static_cast<std::size_t>(kRows * args.in);
   // Few columns are dealt out to more blocks.
   constexpr int kOutsOfNormed = 2;
   const auto kernel = normed ? row_product_kernel<T, kRows, kOutsOfNormed, true>

@@ -3,6 +3,7 @@
 // Products of few rows in a kernel that stays: a warp streams rows of weights, of which it asks for
 // the next piece before it uses the one it has, and reads the block's rows from shared memory.
 
+#include "core/gpu/ptx.cuh"
 #include "models/gpu/generation/stages.hpp"
 #include "models/gpu/launch.cuh"
 
@@ -11,6 +12,7 @@ namespace switchyard::models::gpu {
 inline constexpr int kStepWarps = 16;
 inline constexpr int kStepThreads = 32 * kStepWarps;
 inline constexpr int kAhead = 4;  ///< Loads of a lane for each row of weights.
+inline constexpr int kRowsOfStep = kFewRows;
 
 /// Of a grid: which warp this is, so that neighbouring ones are on different multiprocessors.
 __device__ __forceinline__ int warp_of_grid() {
@@ -18,13 +20,21 @@ __device__ __forceinline__ int warp_of_grid() {
 }
 __device__ __forceinline__ int warps_of_grid() { return static_cast<int>(gridDim.x) * kStepWarps; }
 
+/// Weights, once read. Not moved behind a barrier.
+__device__ __forceinline__ int4 load_weights(const int4* from) {
+  int4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
 /// A lane's part of up to kAhead * 32 * 16 bytes of each of kRows rows of weights.
 template <int kRows>
 struct WeightPiece {
   int4 w[kRows][kAhead];
 
-  /// Of a row of `packs` 16 bytes, from pack `first` on; where `there` does not hold, zeros. Not
-  /// moved behind a barrier.
+  /// Of a row of `packs` 16 bytes, from pack `first` on; where `there` does not hold, zeros.
   __device__ __forceinline__ void load(int row, const int4* from, int first, int packs,
                                        bool there) {
 #pragma unroll
@@ -33,15 +43,6 @@ struct WeightPiece {
       w[row][i] = {};
       if (there && at < packs) w[row][i] = load_weights(from + at);
     }
-  }
-
- private:
-  static __device__ __forceinline__ int4 load_weights(const int4* from) {
-    int4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from));
-    return v;
   }
 };
 /// Packs of 16 bytes that a piece has of a row.
@@ -73,6 +74,24 @@ __device__ __forceinline__ void add_products(const WeightPiece<kRows>& piece, co
       }
     }
   }
+}
+
+/// Adds to a warp's m16n8 tile 32 columns: lane l has 16 bytes, l % 4 of 4, of rows l / 4 of both
+/// halves of its rows, and of row l / 4 of the other side. Which columns go together does not
+/// matter.
+__device__ __forceinline__ void multiply_block(const int4& upper, const int4& lower, const int4& x,
+                                               float (&sum)[4]) {
+  const auto bits = [](int v) { return static_cast<std::uint32_t>(v); };
+  const std::uint32_t first[4] = {bits(upper.x), bits(lower.x), bits(upper.y), bits(lower.y)};
+  const std::uint32_t second[4] = {bits(upper.z), bits(lower.z), bits(upper.w), bits(lower.w)};
+  ptx::mma_bf16(sum, first, bits(x.x), bits(x.y));
+  ptx::mma_bf16(sum, second, bits(x.z), bits(x.w));
+}
+
+/// Packs from one row to the next in shared memory: so that eight lanes that read 64 bytes of two
+/// rows have all banks.
+[[nodiscard]] __host__ __device__ constexpr int padded_packs(int packs) {
+  return packs + (12 - packs % 8) % 8;
 }
 
 /// Sums over a warp of kCount values each, a power of two of at most 32: lane l has that of value
@@ -117,21 +136,23 @@ class RowProduct {
   }
 
   /// @param put  (row, out, float), by one lane for each. `rows`: [kRows, in] in shared memory,
-  /// zeros behind num_rows.
+  /// padded_packs() apart, zeros behind num_rows.
   template <class Add, class Put>
   __device__ __forceinline__ void run(const T* rows, const Add& add, const Put& put) {
     const int4* const packs = reinterpret_cast<const int4*>(rows);
+#pragma unroll 1
     while (row_ < out_) {
       float sum[kRows] = {};
       const int next_row = row_ + warps_of_grid();
       float added = 0;
+#pragma unroll 1
       for (int first = 0; first < packs_; first += kPiecePacks) {
         const bool last = first + kPiecePacks >= packs_;
         WeightPiece<1> next;
         load(last ? next_row : row_, last ? 0 : first + kPiecePacks, next);
         if (last && lane_writes(next_row)) added = add(lane_row(), next_row);
         add_products<T, 1, kRows>(
-            piece_, packs, first, packs_, [&](int r) { return r * packs_; }, sum);
+            piece_, packs, first, packs_, [&](int r) { return r * padded_packs(packs_); }, sum);
         piece_ = next;
       }
       const float total = sums_of_warp(sum);

@@ -14,73 +14,19 @@ namespace switchyard::models::gpu {
 /// expert, and the blocks meet once more.
 inline constexpr int kGateOfBlock = 32 << 10;
 
-/// Logits of experts first, first + stride, ...: a warp has one of all rows. begin() asks for the
-/// first one's weights.
-template <typename T, int kRows>
-class RouterProduct {
- public:
-  __device__ RouterProduct(const float* gate, int experts, int hidden, int first, int stride)
-      : gate_(gate), experts_(experts), hidden_(hidden), expert_(first), stride_(stride) {}
-
-  __device__ __forceinline__ void begin() { load(expert_, 0); }
-
-  /// @param put  (row, expert, float), by one lane for each.
-  template <class Put>
-  __device__ __forceinline__ void run(const T* rows, int num_rows, const Put& put) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    for (; expert_ < experts_; expert_ += stride_) {
-      float sum[kRows] = {};
-      for (int base = 0; base < hidden_; base += kColumns) {
-#pragma unroll
-        for (int i = 0; i < kFours; ++i) {
-          const int column = base + 4 * (lane + 32 * i);
-          if (column >= hidden_) continue;
-#pragma unroll
-          for (int r = 0; r < kRows; ++r) {
-            float x[4];
-            load4(rows + r * hidden_ + column, x);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sum[r] = fmaf(ahead_[i][j], x[j], sum[r]);
-          }
-        }
-        const bool last = base + kColumns >= hidden_;
-        load(last ? expert_ + stride_ : expert_, last ? 0 : base + kColumns);
-      }
-      const float total = sums_of_warp(sum);
-      const int row = lane / (32 / kRows);
-      if (lane % (32 / kRows) == 0 && row < num_rows) put(row, expert_, total);
-    }
-  }
-
- private:
-  static constexpr int kFours = 4, kColumns = 128 * kFours;
-
-  __device__ __forceinline__ void load(int expert, int base) {
-#pragma unroll
-    for (int i = 0; i < kFours; ++i) {
-      const int column = base + 4 * (static_cast<int>(threadIdx.x) % 32 + 32 * i);
-      if (expert >= experts_ || column >= hidden_) continue;
-      load4(gate_ + std::int64_t{expert} * hidden_ + column, ahead_[i]);
-    }
-  }
-
-  const float* gate_;
-  int experts_, hidden_, expert_, stride_;
-  float ahead_[kFours][4];
-};
-
-/// A block of the grid that goes through the layers.
-template <typename T, int kRows, int kGroup>
+/// A block of the grid that goes through the layers, with at most kRows rows; kLanes threads have a
+/// cached position, kGroup heads of queries share it.
+template <typename T, int kRows, int kLanes, int kGroup>
 class StepBlock {
  public:
-  struct Shared {
-    Choices<kRows> choices;
+  struct alignas(16) Shared {
+    Choices choices;
     float router_logits[kRows][kMostRouted];
     float sums[kStepWarps];
     Best best[kRows][kStepWarps];
   };
 
-  __device__ StepBlock(const PersistentStepArgs& args, Shared& shared, int4* room)
+  __device__ __forceinline__ StepBlock(const PersistentStepArgs& args, Shared& shared, int4* room)
       : p_(args),
         shared_(shared),
         layers_(reinterpret_cast<const PersistentLayer*>(room)),
@@ -94,10 +40,10 @@ class StepBlock {
   }
 
   __device__ __forceinline__ void run() {
+#pragma unroll 1
     for (int l = 0; l < p_.num_layers; ++l) {
       project(l);
       barrier_.arrive();
-      barrier_.wait();
       attend(l);
       barrier_.arrive();
       project_out(l);
@@ -117,6 +63,10 @@ class StepBlock {
 
   static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x); }
   [[nodiscard]] __device__ __forceinline__ T* rows() const { return reinterpret_cast<T*>(room_); }
+  /// Numbers from one to the next of rows of `size` in shared memory.
+  static __device__ __forceinline__ int stride_of(int size) {
+    return padded_packs(size / kPack<T>) * kPack<T>;
+  }
   /// The stream in front of layer l: the first one's lies in the table.
   [[nodiscard]] __device__ __forceinline__ const float* stream(int l, int row) const {
     if (l > 0) return p_.x + row * p_.hidden;
@@ -126,12 +76,11 @@ class StepBlock {
   /// The normed rows into shared memory; waits for the stage before, but of a step's first.
   template <class RowAt>
   __device__ __forceinline__ void normalise(const float* weight, bool waits, const RowAt& row_at) {
-    NormWeights<kRows, kStepThreads> weights;
-    weights.load(weight, p_.hidden);
+    prefetch_row<kStepThreads>(weight, p_.hidden);
     if (waits) barrier_.wait();
     const auto load = [&](int row, int column, float(&to)[4]) { load4(row_at(row) + column, to); };
-    make_normed_rows<T, kRows, kStepThreads>(load, p_.rows, p_.hidden, weights, weight, p_.epsilon,
-                                             rows(), shared_.sums);
+    make_normed_rows<T, kRows, kStepThreads>(load, p_.rows, p_.hidden, weight, p_.epsilon, rows(),
+                                             stride_of(p_.hidden), shared_.sums);
     __syncthreads();
   }
 
@@ -167,23 +116,16 @@ class StepBlock {
     args.mixed = p_.mixed;
     args.parts = p_.parts;
     args.stats = p_.stats;
-    constexpr int kLanesOf32 = 32 / kPack<T>;
-    if (p_.cache_row <= 32) {
-      attend_by<kLanesOf32>(args);
-    } else if (p_.cache_row <= 64) {
-      attend_by<2 * kLanesOf32>(args);
-    } else {
-      attend_by<4 * kLanesOf32>(args);
-    }
-  }
-  template <int kLanes>
-  __device__ __forceinline__ void attend_by(const AttendArgs& args) {
-    auto& room = *reinterpret_cast<AttendRoom<T, kLanes, kGroup, kStepWarps>*>(room_);
+    using Block = AttendBlock<T, kLanes, kGroup, kStepWarps>;
+    auto& room = *reinterpret_cast<typename Block::Room*>(room_);
     const int of_kv = p_.heads / p_.kv_heads;
-    const int items = p_.rows * p_.kv_heads * ((of_kv + kGroup - 1) / kGroup);
-    for (int i = static_cast<int>(blockIdx.x); i < items * p_.splits;
-         i += static_cast<int>(gridDim.x)) {
-      attend_item<T, kLanes, kGroup, kStepWarps>(args, i / p_.splits, i % p_.splits, room);
+    const int items = p_.rows * p_.kv_heads * ((of_kv + kGroup - 1) / kGroup) * p_.splits;
+    int i = static_cast<int>(blockIdx.x);
+    if (i >= items) return barrier_.wait();
+    for (bool first = true; i < items; i += static_cast<int>(gridDim.x), first = false) {
+      Block block(args, i / p_.splits, i % p_.splits, room);
+      if (first) barrier_.wait();
+      block.run();
       __syncthreads();
     }
   }
@@ -195,9 +137,9 @@ class StepBlock {
     RowProduct<T, kRows> product(layers_[l].o, of_q, p_.hidden, p_.rows);
     product.begin(before);
     barrier_.wait();
-    float* const shares = reinterpret_cast<float*>(rows() + kRows * of_q);
-    make_attended_rows<T, kRows, kStepThreads>({p_.mixed, p_.parts, p_.stats, p_.splits, p_.heads},
-                                               p_.rows, of_q, rows(), shares);
+    make_attended_rows<T, kRows, kStepThreads, 4>(
+        {p_.mixed, p_.parts, p_.stats, p_.splits, p_.heads}, p_.rows, of_q, rows(),
+        stride_of(of_q));
     __syncthreads();
     product.run(rows(), before,
                 [&](int row, int out, float y) { p_.middle[row * p_.hidden + out] = y; });
@@ -207,22 +149,62 @@ class StepBlock {
   __device__ __forceinline__ void run_experts(int l) {
     const PersistentLayer& layer = layers_[l];
     const int top_k = choose(layer);
+    const ExpertWeights experts = experts_of<T>(layer, p_.hidden);
     T* const inner = static_cast<T*>(p_.inner);
-    gate_and_up<T, kRows>(layer, p_.hidden, rows(), shared_.choices, inner);
-    DownProduct<T, kRows> down(layer, p_.hidden, shared_.choices);
-    down.begin();
+    gate_and_up<T, kRows>(experts, room_, padded_packs(experts.packs_in), shared_.choices, inner);
     barrier_.arrive();
+    DownProduct<T, kRows> down(experts, shared_.choices);
+    down.begin();
+    const int outputs = down.outs() * p_.rows;
+    const auto index_of = [&](int i, int& row, int& out) {
+      row = i / down.outs();
+      out = i - row * down.outs();
+      return row * p_.hidden + down.first() + out;
+    };
+    int row = 0, out = 0;
+    float before = thread() < outputs ? p_.middle[index_of(thread(), row, out)] : 0.0F;
     barrier_.wait();
-    down.run(inner, p_.rows * top_k, p_.rows, top_k, p_.middle, p_.x, room_);
+
+    const int stride = padded_packs(experts.packs_inner), slots = p_.rows * top_k;
+    fetch_inner(slots, experts.packs_inner, stride);
+    float* const sums = reinterpret_cast<float*>(room_ + (slots + 1) * stride);
+    __syncthreads();
+    down.run(room_, stride, slots, sums);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = thread(); i < outputs; i += kStepThreads) {
+      const int at = index_of(i, row, out);
+      if (i != thread()) before = p_.middle[at];
+      float sum = 0;
+#pragma unroll 1
+      for (int k = 0; k < top_k; ++k) {
+        const int slot = row * top_k + k;
+        const int used = shared_.choices.index[shared_.choices.expert[slot]];
+        sum = fmaf(shared_.choices.share[slot], down.get(sums, used, out, row), sum);
+      }
+      T rounded;
+      store(&rounded, sum);
+      p_.x[at] = before + to_float(rounded);
+    }
+  }
+
+  /// Inner rows into shared memory, and a row of zeros behind them.
+  __device__ __forceinline__ void fetch_inner(int slots, int packs, int stride) {
+    const int4* const from = static_cast<const int4*>(p_.inner);
+#pragma unroll 4
+    for (int i = thread(); i < (slots + 1) * packs; i += kStepThreads) {
+      const int slot = i / packs;
+      room_[slot * stride + i - slot * packs] = slot < slots ? from[i] : int4{};
+    }
   }
 
   /// The normed rows, and the experts of each. @returns How many a row has.
   __device__ __forceinline__ int choose(const PersistentLayer& layer) {
     const auto middle = [&](int row) { return p_.middle + row * p_.hidden; };
-    Choices<kRows>& choices = shared_.choices;
+    Choices& choices = shared_.choices;
     if (layer.gate == nullptr) {
       normalise(layer.norm2, true, middle);
-      if (thread() < kRows) {
+      if (thread() < p_.rows) {
         choices.expert[thread()] = 0;
         choices.share[thread()] = 1;
       }
@@ -232,29 +214,34 @@ class StepBlock {
     }
     const bool apart = 4 * p_.experts * p_.hidden > kGateOfBlock;
     const int warp = thread() / 32;
-    RouterProduct<T, kRows> product(layer.gate, p_.experts, p_.hidden,
-                                    apart ? warp_of_grid() : warp,
-                                    apart ? warps_of_grid() : kStepWarps);
-    product.begin();
+    RouterProduct<T> product(layer.gate, p_.experts, p_.hidden, apart ? warp_of_grid() : warp,
+                             apart ? warps_of_grid() : kStepWarps);
     normalise(layer.norm2, true, middle);
+    product.run(rows(), stride_of(p_.hidden), p_.rows, [&](int row, int e, float logit) {
+      float* const to = apart ? p_.router_logits : shared_.router_logits[0];
+      to[row * (apart ? p_.experts : kMostRouted) + e] = logit;
+    });
     if (apart) {
-      product.run(rows(), p_.rows, [&](int row, int e, float logit) {
-        p_.router_logits[row * p_.experts + e] = logit;
-      });
       barrier_.arrive();
       barrier_.wait();
-      for (int i = thread(); i < p_.rows * p_.experts; i += kStepThreads) {
-        shared_.router_logits[i / p_.experts][i % p_.experts] = p_.router_logits[i];
+      if (warp < p_.rows) {
+        for (int e = thread() % 32; e < p_.experts; e += 32) {
+          shared_.router_logits[warp][e] = p_.router_logits[warp * p_.experts + e];
+        }
+        __syncwarp();
       }
     } else {
-      product.run(rows(), p_.rows,
-                  [&](int row, int e, float logit) { shared_.router_logits[row][e] = logit; });
+      __syncthreads();
     }
-    __syncthreads();
     if (warp < p_.rows) {
-      choose_experts({layer.bias, p_.experts, p_.top_k, p_.renormalize, p_.scale},
-                     shared_.router_logits[warp], choices.expert + warp * p_.top_k,
-                     choices.share + warp * p_.top_k);
+      const ChoiceArgs args{layer.bias, p_.experts, p_.top_k, p_.renormalize, p_.scale};
+      std::int32_t* const experts = choices.expert + warp * p_.top_k;
+      float* const shares = choices.share + warp * p_.top_k;
+      if (p_.experts <= 32) {
+        choose_experts<1>(args, shared_.router_logits[warp], experts, shares);
+      } else {
+        choose_experts(args, shared_.router_logits[warp], experts, shares);
+      }
     }
     __syncthreads();
     find_used(choices, p_.rows, p_.experts, p_.top_k);
@@ -277,6 +264,7 @@ class StepBlock {
     __syncthreads();
     if (thread() >= p_.rows) return;
     best = no_best();
+#pragma unroll 1
     for (int w = 0; w < kStepWarps; ++w) best = better(best, shared_.best[thread()][w]);
     p_.best[static_cast<int>(blockIdx.x) * p_.rows + thread()] = {best.logit, best.id};
   }
@@ -309,65 +297,74 @@ class StepBlock {
   int position_;
 };
 
-template <typename T, int kRows, int kGroup>
+template <typename T, int kRows, int kLanes, int kGroup>
 __global__ void __launch_bounds__(kStepThreads, 1)
     persistent_step_kernel(const __grid_constant__ PersistentStepArgs p) {
+  using Block = StepBlock<T, kRows, kLanes, kGroup>;
   extern __shared__ int4 room[];
-  __shared__ typename StepBlock<T, kRows, kGroup>::Shared shared;
-  StepBlock<T, kRows, kGroup>(p, shared, room).run();
+  auto& shared = *reinterpret_cast<typename Block::Shared*>(room);
+  Block(p, shared, room + sizeof(typename Block::Shared) / sizeof(int4)).run();
 }
 
-/// Calls body(the kernel, std::integral_constant<int, its rows>).
-template <typename T, class Body>
-auto with_step_kernel(const PersistentStepArgs& args, const Body& body) {
-  const bool alone = args.heads == args.kv_heads;
-  const auto by_rows = [&](auto rows) {
-    constexpr int kRows = rows;
-    return body(alone ? persistent_step_kernel<T, kRows, 1> : persistent_step_kernel<T, kRows, 2>,
-                rows);
-  };
-  if (args.rows == 1) return by_rows(std::integral_constant<int, 1>{});
-  if (args.rows <= 4) return by_rows(std::integral_constant<int, 4>{});
-  return by_rows(std::integral_constant<int, 8>{});
+template <typename T, int kRows, int kLanes>
+auto step_kernel(const PersistentStepArgs& args) {
+  // Queries that share a key are attended to two by two.
+  return args.heads == args.kv_heads ? persistent_step_kernel<T, kRows, kLanes, 1>
+                                     : persistent_step_kernel<T, kRows, kLanes, 2>;
 }
-
-/// Shared memory that grows with the model.
 template <typename T, int kRows>
-std::size_t room_of_step(const PersistentStepArgs& args, int blocks) {
+auto step_kernel(const PersistentStepArgs& args) {
+  constexpr int kOf32 = 32 / kPack<T>;
+  if (args.cache_row <= 32) return step_kernel<T, kRows, kOf32>(args);
+  if (args.cache_row <= 64) return step_kernel<T, kRows, 2 * kOf32>(args);
+  return step_kernel<T, kRows, 4 * kOf32>(args);
+}
+/// One row has kernels of its own in bf16.
+template <typename T>
+auto step_kernel(const PersistentStepArgs& args) {
+  constexpr int kFewest = sizeof(T) == 2 ? 1 : kRowsOfStep;
+  return args.rows == 1 ? step_kernel<T, kFewest>(args) : step_kernel<T, kRowsOfStep>(args);
+}
+
+template <typename T>
+std::size_t shared_bytes_of_step(const PersistentStepArgs& args, int blocks) {
   const auto of = [](auto value) { return static_cast<std::size_t>(value); };
-  const std::size_t size = sizeof(T), rows = of(args.rows);
-  const std::size_t of_q = of(args.heads) * of(args.head_dim);
-  const std::size_t shares = args.splits == 1 ? 0 : 4 * rows * of(args.heads) * of(args.splits);
-  const std::size_t normed = size * kRows * std::max(of(args.hidden), of_q) + shares;
+  const auto row = [&](std::size_t numbers) {
+    return 16 * of(padded_packs(static_cast<int>(numbers) / kPack<T>));
+  };
+  const std::size_t normed =
+      kRowsOfStep * row(std::max(of(args.hidden), of(args.heads) * of(args.head_dim)));
   const std::size_t attend = sizeof(AttendRoom<T, 128 / kPack<T>, 2, kStepWarps>);
-  const std::size_t top_k = of(std::max(args.top_k, 1)), used = of(std::max(args.experts, 1));
-  const std::size_t pieces = (of(args.most_inner) / kPack<T> + kPiecePacks - 1) / kPiecePacks;
-  const std::size_t outs = (of(args.hidden) + of(blocks) - 1) / of(blocks);
-  const std::size_t down = size * rows * top_k * of(args.most_inner) +
-                           4 * kRows * outs * std::min(used, rows * top_k) * pieces;
-  return sizeof(PersistentLayer) * of(args.num_layers) + std::max({normed, attend, down});
+  const std::size_t slots = of(args.rows) * of(std::max(args.top_k, 1));
+  const std::size_t used = std::min(of(std::max(args.experts, 1)), slots);
+  const std::size_t outs = ((of(args.hidden) + of(blocks) - 1) / of(blocks) + 7) / 8 * 8;
+  using Down = DownProduct<T, kRowsOfStep>;
+  const std::size_t parts = of(args.most_inner) / kPack<T> / Down::kPacks + 1;
+  const std::size_t sums = sizeof(float) * kRowsOfStep * used * outs * parts;
+  const std::size_t down = (slots + 1) * row(of(args.most_inner)) + sums;
+  return sizeof(typename StepBlock<T, kRowsOfStep, 4, 1>::Shared) +
+         sizeof(PersistentLayer) * of(args.num_layers) + std::max({normed, attend, down});
 }
 
 template <typename T>
 bool step_fits(const PersistentStepArgs& args) {
   constexpr int kNumbers = kPack<T>;
+  constexpr std::int64_t kMostRows = std::int64_t{1} << 31;  // of a matrix
   const bool sizes = args.rows <= kFewRows && args.experts <= kMostRouted &&
                      args.top_k <= kMostChosen && args.hidden % kNumbers == 0 &&
-                     args.heads * args.head_dim % kNumbers == 0;
+                     args.heads * args.head_dim % kNumbers == 0 && args.head_dim % 4 == 0 &&
+                     std::int64_t{2} * std::max(args.experts, 1) * args.most_inner < kMostRows;
   if (!sizes || device_attribute(cudaDevAttrCooperativeLaunch) == 0) return false;
-  return with_step_kernel<T>(args, [&](auto kernel, auto rows) {
-    const int most = allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
-    return room_of_step<T, rows>(args, num_multiprocessors()) <= static_cast<std::size_t>(most);
-  });
+  const int most = allow_most_shared_memory(reinterpret_cast<const void*>(step_kernel<T>(args)));
+  const std::size_t bytes = shared_bytes_of_step<T>(args, num_multiprocessors());
+  return bytes <= static_cast<std::size_t>(most);
 }
 
 template <typename T>
 void launch_step(const PersistentStepArgs& args) {
-  with_step_kernel<T>(args, [&](auto kernel, auto rows) {
-    const int blocks = num_multiprocessors();
-    launch_together(kernel, blocks, kStepThreads, room_of_step<T, rows>(args, blocks), args.stream,
-                    args);
-  });
+  const int blocks = num_multiprocessors();
+  launch_together(step_kernel<T>(args), blocks, kStepThreads, shared_bytes_of_step<T>(args, blocks),
+                  args.stream, args);
 }
 
 }  // namespace switchyard::models::gpu
