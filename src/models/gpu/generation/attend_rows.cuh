@@ -13,7 +13,7 @@
 namespace switchyard::models::gpu {
 
 inline constexpr int kAttendTogether = 2;  ///< Positions of a team in a turn,
-inline constexpr int kAttendAhead = 2;     ///< and turns that are under way.
+inline constexpr int kAttendAhead = 3;     ///< and turns that are under way.
 /// Of a lane, in rope.
 inline constexpr int kAttendPairs = static_cast<int>(kMaxHeadDim) / 64;
 inline constexpr float kLog2e = 1.4426950408889634F;
@@ -53,14 +53,15 @@ struct AttendRoom {
   static constexpr int kSize = kLanes * kPack<T>;
   float queries[kGroup][kSize];
   float sums[kWarps][kGroup][kSize];
-  float stats[kWarps][kGroup][2];
+  float most[kGroup][kWarps], total[kGroup][kWarps];
   int4 fresh[2][kLanes];  ///< The row's own key and value.
   int4 ahead[kAttendAhead][2][kAttendTogether][32 * kWarps];
 };
 
 /// An item of attend(), a stretch of its positions: kLanes threads have a position; kGroup heads of
 /// queries share what is read. Made, it has asked for what does not depend on the row: the first
-/// positions that are cached. The room may be used again behind a barrier.
+/// positions that are cached, not all of them, since who waits for other blocks by then reads
+/// behind what has been asked for. The room may be used again behind a barrier.
 template <typename T, int kLanes, int kGroup, int kWarps>
 class AttendBlock {
  public:
@@ -76,11 +77,12 @@ class AttendBlock {
     const std::int64_t head = (at_.sequence * p_.kv_heads + at_.kv_head) * p_.cache.capacity;
     keys_ = static_cast<const T*>(p_.cache.keys) + head * p_.cache.row + column();
     values_ = static_cast<const T*>(p_.cache.values) + head * p_.cache.row + column();
-    for (int turn = 0; turn < kAttendAhead; ++turn) ask(turn);
+    ask(0);
     load_angles();
   }
 
   __device__ __forceinline__ void run() {
+    for (int turn = 1; turn < kAttendAhead; ++turn) ask(turn);
     prepare();
     __syncthreads();
     const float scale = kLog2e / sqrtf(static_cast<float>(p_.head_dim));
@@ -302,37 +304,52 @@ class AttendBlock {
         }
       }
       if (lane == 0) {
-        room_.stats[warp][g][0] = all;
-        room_.stats[warp][g][1] = total_[g];
+        room_.most[g][warp] = all;
+        room_.total[g][warp] = total_[g];
       }
       if (lane >= kLanes) continue;
 #pragma unroll
       for (int n = 0; n < kPack<T>; ++n) room_.sums[warp][g][column() + n] = sum_[g][n];
     }
   }
-  /// Of all warps, to memory.
+  /// Of all warps, to memory: eight lanes share an output.
   __device__ __forceinline__ void write() const {
-    for (int i = thread(); i < at_.num_heads * p_.head_dim; i += kThreads) {
-      const int g = i / p_.head_dim, d = i % p_.head_dim;
+    constexpr int kShare = 8, kEach = kWarps / kShare;
+    const int part = thread() % kShare, outs = at_.num_heads * p_.head_dim;
+    const auto of_lanes = [](float x, const auto& both) {
+#pragma unroll
+      for (int i = 1; i < kShare; i *= 2) x = both(x, __shfl_xor_sync(0xffffffffU, x, i));
+      return x;
+    };
+    const auto sum = [](float a, float b) { return a + b; };
+    const auto larger = [](float a, float b) { return fmaxf(a, b); };
+#pragma unroll 1
+    for (int i = thread() / kShare; i < (outs + 3) / 4 * 4; i += kThreads / kShare) {
+      const int out = min(i, outs - 1), g = out / p_.head_dim, d = out - g * p_.head_dim;
       float all = -INFINITY, weights = 0, x = 0;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) all = fmaxf(all, room_.stats[w][g][0]);
-#pragma unroll 4
-      for (int w = 0; w < kWarps; ++w) {
-        const float keep = all == -INFINITY ? 0.0F : exp2f(room_.stats[w][g][0] - all);
-        weights += keep * room_.stats[w][g][1];
+      for (int j = 0; j < kEach; ++j) all = fmaxf(all, room_.most[g][kEach * part + j]);
+      all = of_lanes(all, larger);
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const int w = kEach * part + j;
+        const float keep = all == -INFINITY ? 0.0F : exp2f(room_.most[g][w] - all);
+        weights += keep * room_.total[g][w];
         x += keep * room_.sums[w][g][d];
       }
+      weights = of_lanes(weights, sum);
+      x = of_lanes(x, sum);
+      if (part != 0 || i >= outs) continue;
       const std::int64_t of_head = at_.row * p_.heads + at_.first_head + g;
       if (p_.splits == 1) {
         store(static_cast<T*>(p_.mixed) + of_head * p_.head_dim + d, x / weights);
         continue;
       }
-      const std::int64_t part = of_head * p_.splits + split_;
-      p_.parts[part * p_.head_dim + d] = x;
+      const std::int64_t to = of_head * p_.splits + split_;
+      p_.parts[to * p_.head_dim + d] = x;
       if (d == 0) {
-        p_.stats[2 * part] = all;
-        p_.stats[2 * part + 1] = weights;
+        p_.stats[2 * to] = all;
+        p_.stats[2 * to + 1] = weights;
       }
     }
   }

@@ -23,35 +23,37 @@ struct Choices {
   [[nodiscard]] __device__ __forceinline__ int slot(int of_expert, int row) const {
     return reinterpret_cast<const std::int16_t*>(slots + of_expert)[row];
   }
+  __device__ __forceinline__ void set(int of_expert, int row, int slot) {
+    reinterpret_cast<std::int16_t*>(slots + of_expert)[row] = static_cast<std::int16_t>(slot);
+  }
 };
 static_assert(sizeof(int4) == sizeof(std::int16_t) * kRowsOfStep);
 
-/// Fills in who has chosen an expert; `expert` is there. All threads; ends with a barrier.
-__device__ __forceinline__ void find_used(Choices& to, int num_rows, int num_experts, int top_k) {
+/// Nobody has chosen an expert: behind a barrier.
+__device__ __forceinline__ void clear_choices(Choices& choices, int num_experts) {
   static_assert(kMostRouted <= kStepThreads);
+  const int e = static_cast<int>(threadIdx.x);
+  if (e < num_experts) choices.slots[e] = make_int4(-1, -1, -1, -1);
+}
+
+/// Fills in which experts have been chosen; all threads, begins and ends with a barrier.
+__device__ __forceinline__ void find_used(Choices& to, int num_experts) {
   const int e = static_cast<int>(threadIdx.x), warp = e / 32, lane = e % 32;
+  const int num_warps = (num_experts + 31) / 32;
+  __syncthreads();
   bool used = false;
   if (e < num_experts) {
-    to.slots[e] = make_int4(-1, -1, -1, -1);
-    auto* const own = reinterpret_cast<std::int16_t*>(to.slots + e);
-    int slot = 0;
-#pragma unroll 1
-    for (int row = 0; row < num_rows; ++row) {
-#pragma unroll 1
-      for (int k = 0; k < top_k; ++k, ++slot) {
-        if (to.expert[slot] != e) continue;
-        own[row] = static_cast<std::int16_t>(slot);
-        used = true;
-      }
-    }
+    const int4 slots = to.slots[e];
+    used = (slots.x & slots.y & slots.z & slots.w) != -1;
   }
   const unsigned in_use = __ballot_sync(0xffffffffU, used);
-  if (lane == 0) to.before[warp] = __popc(in_use);
-  __syncthreads();
-  if (e >= (num_experts + 31) / 32 * 32) return __syncthreads();
   int index = __popc(in_use & ((1U << lane) - 1));
+  if (num_warps > 1) {
+    if (lane == 0) to.before[warp] = __popc(in_use);
+    __syncthreads();
 #pragma unroll 1
-  for (int w = 0; w < warp; ++w) index += to.before[w];
+    for (int w = 0; w < min(warp, num_warps); ++w) index += to.before[w];
+  }
   if (e == num_experts - 1) to.num_used = index + (used ? 1 : 0);
   if (used) {
     to.used[index] = static_cast<std::int16_t>(e);

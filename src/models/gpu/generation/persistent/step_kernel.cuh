@@ -6,6 +6,7 @@
 #include "models/gpu/generation/likeliest.cuh"
 #include "models/gpu/generation/persistent/barrier.cuh"
 #include "models/gpu/generation/persistent/experts.cuh"
+#include "models/gpu/generation/persistent/mma_product.cuh"
 #include "models/gpu/generation/row_makers.cuh"
 
 namespace switchyard::models::gpu {
@@ -18,12 +19,15 @@ inline constexpr int kGateOfBlock = 32 << 10;
 /// cached position, kGroup heads of queries share it.
 template <typename T, int kRows, int kLanes, int kGroup>
 class StepBlock {
+  static constexpr bool kMma = kByMma<T, kRows>;
+
  public:
   struct alignas(16) Shared {
     Choices choices;
     float router_logits[kRows][kMostRouted];
     float sums[kStepWarps];
-    Best best[kRows][kStepWarps];
+    Best best[kStepWarps][kRows];
+    std::conditional_t<kMma, MmaParts, int> parts;
   };
 
   __device__ __forceinline__ StepBlock(const PersistentStepArgs& args, Shared& shared, int4* room)
@@ -84,12 +88,21 @@ class StepBlock {
     __syncthreads();
   }
 
+  /// The product of the rows in shared memory with w [out, in].
+  [[nodiscard]] __device__ __forceinline__ auto product_with(const void* w, int in, int out) const {
+    if constexpr (kMma) {
+      return MmaProduct(w, in, out, p_.rows, shared_.parts);
+    } else {
+      return RowProduct<T, kRows>(w, in, out, p_.rows);
+    }
+  }
+
   /// Queries, keys and values.
   __device__ __forceinline__ void project(int l) {
     const PersistentLayer& layer = layers_[l];
     const int size = (p_.heads + 2 * p_.kv_heads) * p_.head_dim;
     const auto nothing = [](int, int) { return 0.0F; };
-    RowProduct<T, kRows> product(layer.qkv, p_.hidden, size, p_.rows);
+    auto product = product_with(layer.qkv, p_.hidden, size);
     product.begin(nothing);
     normalise(layer.norm1, l > 0, [&](int row) { return stream(l, row); });
     T* const to = static_cast<T*>(p_.qkv);
@@ -134,7 +147,7 @@ class StepBlock {
   __device__ __forceinline__ void project_out(int l) {
     const int of_q = p_.heads * p_.head_dim;
     const auto before = [&](int row, int out) { return stream(l, row)[out]; };
-    RowProduct<T, kRows> product(layers_[l].o, of_q, p_.hidden, p_.rows);
+    auto product = product_with(layers_[l].o, of_q, p_.hidden);
     product.begin(before);
     barrier_.wait();
     make_attended_rows<T, kRows, kStepThreads, 4>(
@@ -191,10 +204,12 @@ class StepBlock {
   /// Inner rows into shared memory, and a row of zeros behind them.
   __device__ __forceinline__ void fetch_inner(int slots, int packs, int stride) {
     const int4* const from = static_cast<const int4*>(p_.inner);
+#pragma unroll 1
+    for (int slot = thread() / 32; slot <= slots; slot += kStepWarps) {
 #pragma unroll 4
-    for (int i = thread(); i < (slots + 1) * packs; i += kStepThreads) {
-      const int slot = i / packs;
-      room_[slot * stride + i - slot * packs] = slot < slots ? from[i] : int4{};
+      for (int i = thread() % 32; i < packs; i += 32) {
+        room_[slot * stride + i] = slot < slots ? from[slot * packs + i] : int4{};
+      }
     }
   }
 
@@ -203,19 +218,21 @@ class StepBlock {
     const auto middle = [&](int row) { return p_.middle + row * p_.hidden; };
     Choices& choices = shared_.choices;
     if (layer.gate == nullptr) {
+      clear_choices(choices, 1);
       normalise(layer.norm2, true, middle);
       if (thread() < p_.rows) {
         choices.expert[thread()] = 0;
         choices.share[thread()] = 1;
+        choices.set(0, thread(), thread());
       }
-      __syncthreads();
-      find_used(choices, p_.rows, 1, 1);
+      find_used(choices, 1);
       return 1;
     }
     const bool apart = 4 * p_.experts * p_.hidden > kGateOfBlock;
     const int warp = thread() / 32;
     RouterProduct<T> product(layer.gate, p_.experts, p_.hidden, apart ? warp_of_grid() : warp,
                              apart ? warps_of_grid() : kStepWarps);
+    clear_choices(choices, p_.experts);
     normalise(layer.norm2, true, middle);
     product.run(rows(), stride_of(p_.hidden), p_.rows, [&](int row, int e, float logit) {
       float* const to = apart ? p_.router_logits : shared_.router_logits[0];
@@ -242,30 +259,40 @@ class StepBlock {
       } else {
         choose_experts(args, shared_.router_logits[warp], experts, shares);
       }
+      const int k = thread() % 32;
+      if (k < p_.top_k) choices.set(experts[k], warp, warp * p_.top_k + k);
     }
-    __syncthreads();
-    find_used(choices, p_.rows, p_.experts, p_.top_k);
+    find_used(choices, p_.experts);
     return p_.top_k;
   }
 
   /// Logits, and the best of this block's.
   __device__ __forceinline__ void head() {
     const auto nothing = [](int, int) { return 0.0F; };
-    RowProduct<T, kRows> product(p_.head, p_.hidden, p_.vocabulary, p_.rows);
+    auto product = product_with(p_.head, p_.hidden, p_.vocabulary);
     product.begin(nothing);
     normalise(p_.norm, true, [&](int row) { return stream(p_.num_layers, row); });
-    Best best = no_best();  // of a row, in the lanes that have its logits
+    Best best = no_best();  // of a row: all of a thread's are of one
     product.run(rows(), nothing, [&](int row, int id, float logit) {
       p_.logits[std::int64_t{row} * p_.vocabulary + id] = logit;
       best = better(best, best_of(logit, id));
     });
-    const int lane = thread() % 32, row = lane / (32 / kRows);
-    if (lane % (32 / kRows) == 0) shared_.best[row][thread() / 32] = best;
+    const int lane = thread() % 32;
+    if constexpr (kMma) {
+#pragma unroll
+      for (int i = kRows; i < 32; i *= 2) {
+        best = better(best, {__shfl_xor_sync(0xffffffffU, best.logit, i),
+                             __shfl_xor_sync(0xffffffffU, best.id, i)});
+      }
+      if (lane < kRows) shared_.best[thread() / 32][lane] = best;
+    } else {
+      if (lane % (32 / kRows) == 0) shared_.best[thread() / 32][lane / (32 / kRows)] = best;
+    }
     __syncthreads();
     if (thread() >= p_.rows) return;
     best = no_best();
 #pragma unroll 1
-    for (int w = 0; w < kStepWarps; ++w) best = better(best, shared_.best[thread()][w]);
+    for (int w = 0; w < kStepWarps; ++w) best = better(best, shared_.best[w][thread()]);
     p_.best[static_cast<int>(blockIdx.x) * p_.rows + thread()] = {best.logit, best.id};
   }
 
