@@ -75,8 +75,9 @@ class AttendBlock {
     appends_ = p_.qkv != nullptr && begin_ <= at_.position && at_.position < end;
     end_ = appends_ ? at_.position : end;
     const std::int64_t head = (at_.sequence * p_.kv_heads + at_.kv_head) * p_.cache.capacity;
-    keys_ = static_cast<const T*>(p_.cache.keys) + head * p_.cache.row + column();
-    values_ = static_cast<const T*>(p_.cache.values) + head * p_.cache.row + column();
+    const std::int64_t at = head * p_.cache.row + (column() < p_.cache.row ? column() : 0);
+    keys_ = static_cast<const T*>(p_.cache.keys) + at;
+    values_ = static_cast<const T*>(p_.cache.values) + at;
     ask(0);
     load_angles();
   }
@@ -92,22 +93,19 @@ class AttendBlock {
 #pragma unroll
       for (int i = 0; i < kPack<T>; ++i) q_[g][i] = room_.queries[g][column() + i] * scale;
     }
-    const int turns = (max(0, end_ - begin_) + kOfTurn - 1) / kOfTurn;
 #pragma unroll 1
-    for (int turn = 0; turn < turns + (appends_ ? 1 : 0); ++turn) {
+    for (int turn = 0; is_turn(turn); ++turn) {
       ptx::cp_async_wait<kAttendAhead - 1>();
       int4 k[kAttendTogether], v[kAttendTogether];
       bool there[kAttendTogether];
 #pragma unroll
       for (int j = 0; j < kAttendTogether; ++j) {
-        k[j] = room_.ahead[turn % kAttendAhead][0][j][thread()];
-        v[j] = room_.ahead[turn % kAttendAhead][1][j][thread()];
-        there[j] = position(turn, j) < end_;
-      }
-      if (turn == turns) {  // the row's own, by the first team
-        k[0] = room_.fresh[0][thread() % kLanes];
-        v[0] = room_.fresh[1][thread() % kLanes];
-        there[0] = thread() < kLanes;
+        const int i = position(turn, j);
+        const bool own = appends_ && i == at_.position;
+        auto& ahead = room_.ahead[turn % kAttendAhead];
+        k[j] = own ? room_.fresh[0][thread() % kLanes] : ahead[0][j][thread()];
+        v[j] = own ? room_.fresh[1][thread() % kLanes] : ahead[1][j][thread()];
+        there[j] = own || i < end_;
       }
       add(k, v, there);
       ask(turn + kAttendAhead);
@@ -128,25 +126,25 @@ class AttendBlock {
   [[nodiscard]] __device__ __forceinline__ int position(int turn, int j) const {
     return begin_ + turn * kOfTurn + j * kTeams + thread() / kLanes;
   }
+  [[nodiscard]] __device__ __forceinline__ bool is_turn(int turn) const {
+    return begin_ + turn * kOfTurn < end_ + (appends_ ? 1 : 0);
+  }
   /// This thread's part of a turn's positions; zeros where there are none.
   __device__ __forceinline__ void ask(int turn) {
-    const bool inside = column() < p_.cache.row;
-#pragma unroll
-    for (int j = 0; j < kAttendTogether; ++j) {
-      const int i = position(turn, j);
-      const bool there = inside && i < end_;
-      const std::int64_t from = there ? i * p_.cache.row : 0;
+    if (is_turn(turn)) {
+      const bool inside = column() < p_.cache.row;
       auto& to = room_.ahead[turn % kAttendAhead];
-      const std::uint32_t bytes = there ? 16 : 0;
-      ptx::cp_async_16(ptx::shared_address(&to[0][j][thread()]),
-                       there ? keys_ + from : keys_first(), bytes);
-      ptx::cp_async_16(ptx::shared_address(&to[1][j][thread()]),
-                       there ? values_ + from : keys_first(), bytes);
+#pragma unroll
+      for (int j = 0; j < kAttendTogether; ++j) {
+        const int i = position(turn, j);
+        const bool there = inside && i < end_;
+        const int from = there ? i * static_cast<int>(p_.cache.row) : 0;
+        const std::uint32_t bytes = there ? 16 : 0;
+        ptx::cp_async_16(ptx::shared_address(&to[0][j][thread()]), keys_ + from, bytes);
+        ptx::cp_async_16(ptx::shared_address(&to[1][j][thread()]), values_ + from, bytes);
+      }
     }
     ptx::cp_async_commit();
-  }
-  [[nodiscard]] __device__ __forceinline__ const T* keys_first() const {
-    return static_cast<const T*>(p_.cache.keys);
   }
 
   // ---- the row: a warp has a head of queries, the next ones its key and its value ----

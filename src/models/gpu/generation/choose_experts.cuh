@@ -24,10 +24,9 @@ struct ChoiceArgs {
 /// A warp chooses the top_k experts of a row of logits, by logit or by probability and bias, ties
 /// to the lower one, and their probabilities, into [top_k] each. Logits that are not numbers make
 /// weights that are none.
-/// @tparam kEach  Experts of a lane: 32 times that are enough.
-template <int kEach = kMostRouted / 32>
 __device__ __forceinline__ void choose_experts(const ChoiceArgs& p, const float* logits,
                                                std::int32_t* experts, float* shares) {
+  constexpr int kEach = kMostRouted / 32;  // experts of a lane
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float logit[kEach], key[kEach];
   float largest = -INFINITY, sum = 0;
@@ -86,6 +85,32 @@ __device__ __forceinline__ void choose_experts(const ChoiceArgs& p, const float*
   if (lane >= p.top_k) return;
   experts[lane] = id;
   shares[lane] = (p.renormalize ? mine / chosen : mine) * p.scale;
+}
+
+/// The same of at most 32 experts, which a lane each has: its rank is how many are before it. Of
+/// logits that are not numbers the first experts.
+__device__ __forceinline__ void choose_of_few_experts(const ChoiceArgs& p, const float* logits,
+                                                      std::int32_t* experts, float* shares) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const bool there = lane < p.experts;
+  const float logit = there ? logits[lane] : -INFINITY;
+  const float largest = warp_max(logit);
+  const float likelihood = there ? expf(logit - largest) : 0.0F;
+  const float sum = warp_sum(likelihood);
+  const bool numbers = sum == sum;
+  float key = logit;
+  if (p.bias != nullptr && there) key = likelihood / sum + p.bias[lane];
+  int rank = numbers ? 0 : lane;
+  for (int e = 0; numbers && e < p.experts; ++e) {
+    const float other = p.bias == nullptr ? logits[e] : __shfl_sync(0xffffffffU, key, e);
+    rank += other > key || (other == key && e < lane) ? 1 : 0;
+  }
+  const bool chosen = there && rank < p.top_k;
+  const float share = likelihood / sum;
+  const float all = p.renormalize ? warp_sum(chosen ? share : 0.0F) : 1.0F;
+  if (!chosen) return;
+  experts[rank] = lane;
+  shares[rank] = (p.renormalize ? share / all : share) * p.scale;
 }
 
 }  // namespace switchyard::models::gpu

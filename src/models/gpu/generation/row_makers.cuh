@@ -124,8 +124,9 @@ __device__ __forceinline__ void make_attended_rows(const Attended& from, int num
 #pragma unroll
         for (int j = 0; j < kWide; ++j) sum[j] = sum[j] * keep + share * x[j];
       }
+      const float share = 1.0F / total;
 #pragma unroll
-      for (int j = 0; j < kWide; ++j) sum[j] /= total;
+      for (int j = 0; j < kWide; ++j) sum[j] *= share;
     }
 #pragma unroll
     for (int j = 0; j < kWide; ++j) store(to + j, sum[j]);

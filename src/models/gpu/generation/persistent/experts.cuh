@@ -76,7 +76,7 @@ __device__ __forceinline__ void gate_and_up_by_lanes(const ExpertWeights& e, con
 }
 
 /// Blocks of 32 columns of a lane's row under way.
-inline constexpr int kMmaAhead = 6;
+inline constexpr int kMmaAhead = 4;
 
 /// Of a warp: lane l has rows l / 4 of eight gate rows and their up rows, and of each 32 columns 16
 /// bytes, l % 4; which columns go together in a product does not matter. A tile's weights are its
@@ -144,7 +144,7 @@ class DownProduct {
  public:
   /// Outputs of an item, and packs of its columns.
   static constexpr int kOuts = kByMma<T, kRows> ? 8 : 1;
-  static constexpr int kPacks = kByMma<T, kRows> ? 4 * kMmaAhead * 2 : kPiecePacks;
+  static constexpr int kPacks = kByMma<T, kRows> ? 32 : kPiecePacks;
 
   __device__ __forceinline__ DownProduct(const ExpertWeights& e, const Choices& choices)
       : e_(e), choices_(choices) {

@@ -8,7 +8,7 @@
 namespace switchyard::models::gpu {
 
 /// Rows of weights of a tile, tiles of a round, and blocks of 32 columns of a warp under way.
-inline constexpr int kMmaRows = 16, kMmaTiles = 2, kMmaBlocks = 2;
+inline constexpr int kMmaRows = 16, kMmaTiles = 1, kMmaBlocks = 2;
 
 /// What warps leave of a round; two rounds take turns.
 struct MmaParts {

@@ -206,7 +206,7 @@ class StepBlock {
     const int4* const from = static_cast<const int4*>(p_.inner);
 #pragma unroll 1
     for (int slot = thread() / 32; slot <= slots; slot += kStepWarps) {
-#pragma unroll 4
+#pragma unroll 2
       for (int i = thread() % 32; i < packs; i += 32) {
         room_[slot * stride + i] = slot < slots ? from[slot * packs + i] : int4{};
       }
@@ -255,7 +255,7 @@ class StepBlock {
       std::int32_t* const experts = choices.expert + warp * p_.top_k;
       float* const shares = choices.share + warp * p_.top_k;
       if (p_.experts <= 32) {
-        choose_experts<1>(args, shared_.router_logits[warp], experts, shares);
+        choose_of_few_experts(args, shared_.router_logits[warp], experts, shares);
       } else {
         choose_experts(args, shared_.router_logits[warp], experts, shares);
       }
