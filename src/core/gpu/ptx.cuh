@@ -121,6 +121,16 @@ __device__ __forceinline__ void store_global_16_if(bool holds, void* to, int4 va
       : "memory");
 }
 
+/// 16 bytes of global memory that nobody writes while the kernel runs, and that are read once. Not
+/// moved behind a barrier, as a plain load of such memory may be.
+__device__ __forceinline__ int4 load_constant_16(const void* from) {
+  int4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
 /// The line at `address` of global memory into the L2 cache.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -21,6 +21,10 @@ struct CudaScratch final : LayerScratch {
   DeviceBuffer shared_workspace;         ///< Likewise of shared experts,
   DeviceBuffer shared_rows;              ///< and their rows.
   std::array<DeviceBuffer, 2> backward;  ///< Of experts_backward(), for either Recompute.
+
+  [[nodiscard]] DeviceBuffer& backward_of(Recompute recompute) {
+    return backward[recompute == Recompute::kNone ? 0 : 1];
+  }
 };
 
 /// That of the options, or a new one.

@@ -52,9 +52,8 @@ GpuModel::GpuModel(const ModelConfig& config, const ModelOptions& options,
     rehearse(largest);
   }
   blocks_.reserve(static_cast<std::size_t>(config.layers));
-  const BlockScratch scratch;
   for (std::int32_t l = 0; l < config.layers; ++l) {
-    blocks_.emplace_back(config, options_, parameters_, l, scratch);
+    blocks_.emplace_back(config, options_, parameters_, l, scratch_);
   }
   std::vector<float> cosine, sine;
   const auto dim = static_cast<double>(config.head_dim);
@@ -203,7 +202,7 @@ void GpuModel::forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) 
   reserve(call);
   send(tokens, {}, {});
   run(call);
-  logits_to_host(norm_.data(), logits);
+  logits_to_host(norm(), logits);
 }
 
 void GpuModel::logits_to_host(const std::byte* normed, Matrix<float> logits) {
@@ -211,7 +210,7 @@ void GpuModel::logits_to_host(const std::byte* normed, Matrix<float> logits) {
   for (std::int64_t first = 0; first < logits.shape[0]; first += piece) {
     const std::int64_t count = std::min(piece, logits.shape[0] - first);
     head_forward(normed + c * first * config_.hidden, count);
-    SWITCHYARD_CUDA(cudaMemcpyAsync(logits.data + first * config_.vocabulary, logits_.data(),
+    SWITCHYARD_CUDA(cudaMemcpyAsync(logits.data + first * config_.vocabulary, this->logits(),
                                     static_cast<std::size_t>(4 * count * config_.vocabulary),
                                     cudaMemcpyDeviceToHost, stream_.get()));
   }
@@ -266,7 +265,7 @@ void GpuModel::serve_experts() {
   reserve(none);
   for (DeviceBlock& block : blocks_) {
     if (block.is_dense()) continue;
-    block.forward({.x = rows(norm_.data(), 0),
+    block.forward({.x = rows(norm(), 0),
                    .out = rows(block_.data(), 0),
                    .ids = device_tokens(),
                    .stream = stream_.get()},

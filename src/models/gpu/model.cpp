@@ -12,6 +12,10 @@ float* floats(const DeviceBuffer& buffer) { return reinterpret_cast<float*>(buff
 
 }  // namespace
 
+DeviceBuffer& GpuModel::room() const {
+  return scratch().backward_of(options_.recompute ? Recompute::kActivationInput : Recompute::kNone);
+}
+
 std::int64_t GpuModel::piece_of_logits() const {
   constexpr std::int64_t kBytes = std::int64_t{512} << 20;
   constexpr std::int64_t kRows = 128;  // so that pieces begin at multiples of 256 bytes
@@ -46,19 +50,20 @@ void GpuModel::reserve(const Call& call) {
     rooms.norm2.reserve(c * tokens * hidden);
     rooms.scale2.reserve(4 * tokens);
   }
-  norm_.reserve(c * tokens * hidden);
   block_.reserve(c * tokens * hidden);
-  attended_.reserve(c * tokens * (training ? std::max(hidden, of_q) : hidden));
   scale_.reserve(4 * tokens);
   inputs_.reserve(static_cast<std::int64_t>(sizeof(CallInputs)) + 8 * tokens);
+  const auto aligned = [](std::int64_t bytes) { return (bytes + 255) / 256 * 256; };
   const std::int64_t logits = std::min(tokens, piece_of_logits()) * config_.vocabulary;
-  dlogits_at_ = (4 * logits + 255) / 256 * 256;
-  logits_.reserve(training ? std::max(dlogits_at_ + c * logits, c * tokens * qkv) : 4 * logits);
+  dlogits_at_ = aligned(4 * logits);
+  norm_at_ = aligned(training ? dlogits_at_ + c * logits : 4 * logits);
+  attended_at_ = aligned(std::max(norm_at_ + c * tokens * hidden, training ? c * tokens * qkv : 0));
+  room().reserve(attended_at_ + c * tokens * (training ? std::max(hidden, of_q) : hidden));
+  (void)workspace();
   nll_.reserve(4 * tokens);
   reserved_tokens_ = tokens;
   reserved_training_ = training;
   if (!training) return;
-  dstream_.reserve(4 * tokens * hidden);
   if (bf16_) dstream_typed_.reserve(2 * tokens * hidden);
   delta_.reserve(4 * tokens * config_.heads);
   parts_.reserve(4 * std::max(norm_parts(tokens, hidden), rope_parts(tokens, dim)));
@@ -71,22 +76,24 @@ void GpuModel::rehearse(const Call& call) {
   const LayerRooms& rooms = rooms_.front();
   const auto all_of = [&](Dense x, Dense y, std::int64_t weight, Dense dx, std::int64_t count,
                           std::int64_t in, std::int64_t out, Dense forward_to) {
-    products_.forward(x, parameters_.typed(weight), forward_to, count, in, out, stream_.get());
+    products_.forward(x, parameters_.typed(weight), forward_to, count, in, out, stream_.get(),
+                      workspace());
     if (!call.training) return;
-    products_.backward_input(y, parameters_.typed(weight), dx, count, in, out, stream_.get());
+    products_.backward_input(y, parameters_.typed(weight), dx, count, in, out, stream_.get(),
+                             workspace());
     for (const bool accumulate : {false, true}) {
       products_.backward_weights(y, x, parameters_.dense_gradient(weight), count, in, out,
-                                 accumulate, stream_.get());
+                                 accumulate, stream_.get(), workspace());
     }
   };
   all_of(typed(rooms.norm1), typed(dqkv()), tensors.qkv, typed(dnorm()), call.size(), hidden, qkv,
          typed(rooms.qkv));
   all_of(typed(rooms.mixed), dstream_typed(), tensors.o, typed(dmixed()), call.size(), of_q, hidden,
-         typed(attended_));
+         typed(attended()));
   for (std::int64_t first = 0; first < call.size(); first += piece_of_logits()) {
     const std::int64_t count = std::min(piece_of_logits(), call.size() - first);
-    all_of(typed(norm_), typed(dlogits()), host_->head(), typed(dnorm()), count, hidden,
-           config_.vocabulary, {logits_.data(), false});
+    all_of(typed(norm()), typed(dlogits()), host_->head(), typed(dnorm()), count, hidden,
+           config_.vocabulary, {logits(), false});
   }
   stream_.wait();
 }
@@ -110,7 +117,7 @@ void GpuModel::run(const Call& call) {
             .delta = block_.data(),
             .sum = floats(last.x),
             .weight = parameters_.value(host_->norm()),
-            .y = norm_.data(),
+            .y = norm(),
             .scale = floats(scale_),
             .rows = call.size(),
             .size = hidden,
@@ -173,15 +180,15 @@ void GpuModel::attention_forward(const Call& call, std::int32_t l, LayerRooms& r
             .bf16 = bf16_,
             .stream = stream_.get()});
   products_.forward(typed(rooms.norm1), parameters_.typed(tensors.qkv), typed(rooms.qkv),
-                    call.size(), hidden, qkv, stream_.get());
+                    call.size(), hidden, qkv, stream_.get(), workspace());
   rope(rope_args(call, l, rooms));
   if (call.cache == nullptr) {
     attention(attention_args(call, rooms));
   } else {
     attend_cached(call, l, rooms);
   }
-  products_.forward(typed(rooms.mixed), parameters_.typed(tensors.o), typed(attended_), call.size(),
-                    of_q, hidden, stream_.get());
+  products_.forward(typed(rooms.mixed), parameters_.typed(tensors.o), typed(attended()),
+                    call.size(), of_q, hidden, stream_.get(), workspace());
 }
 
 void GpuModel::attend_cached(const Call& call, std::int32_t l, LayerRooms& rooms) {
@@ -219,10 +226,10 @@ void GpuModel::attention_backward(const Call& call, std::int32_t l) {
   const std::int64_t qkv = qk + config_.kv_heads * dim;
   cudaStream_t stream = stream_.get();
   products_.backward_input(dstream_typed(), parameters_.typed(tensors.o), typed(dmixed()),
-                           call.size(), of_q, hidden, stream);
+                           call.size(), of_q, hidden, stream, workspace());
   products_.backward_weights(dstream_typed(), typed(rooms.mixed),
                              parameters_.dense_gradient(tensors.o), call.size(), of_q, hidden,
-                             call.accumulate, stream);
+                             call.accumulate, stream, workspace());
   gpu::attention_backward({.forward = attention_args(call, rooms),
                            .dout = {dmixed(), of_q},
                            .dq = {dqkv(), qkv},
@@ -236,16 +243,16 @@ void GpuModel::attention_backward(const Call& call, std::int32_t l) {
                  .accumulate = call.accumulate,
                  .parts = floats(parts_)});
   products_.backward_input(typed(dqkv()), parameters_.typed(tensors.qkv), typed(dnorm()),
-                           call.size(), hidden, qkv, stream);
+                           call.size(), hidden, qkv, stream, workspace());
   products_.backward_weights(typed(dqkv()), typed(rooms.norm1),
                              parameters_.dense_gradient(tensors.qkv), call.size(), hidden, qkv,
-                             call.accumulate, stream);
+                             call.accumulate, stream, workspace());
   norm_backward(call, rooms.x, rooms.scale1, tensors.norm1, false, l > 0);
 }
 
 void GpuModel::block_forward(const Call& call, std::int32_t l, LayerRooms& rooms) {
   rms_norm({.x = floats(rooms.x),
-            .delta = attended_.data(),
+            .delta = attended(),
             .sum = floats(rooms.middle),
             .weight = parameters_.value(host_->layer(l).norm2),
             .y = rooms.norm2.data(),
@@ -282,7 +289,7 @@ void GpuModel::norm_backward(const Call& call, const DeviceBuffer& x, const Devi
                      .weight = parameters_.value(weight),
                      .scale = floats(scale),
                      .dy = dnorm(),
-                     .dx = floats(dstream_),
+                     .dx = dstream(),
                      .add = !first,
                      .dx_typed = typed && bf16_ ? dstream_typed_.data() : nullptr,
                      .dweight = parameters_.gradient(weight),
@@ -296,8 +303,8 @@ void GpuModel::norm_backward(const Call& call, const DeviceBuffer& x, const Devi
 
 void GpuModel::head_forward(const std::byte* normed, std::int64_t rows) {
   products_.forward({const_cast<std::byte*>(normed), bf16_}, parameters_.typed(host_->head()),
-                    {logits_.data(), false}, rows, config_.hidden, config_.vocabulary,
-                    stream_.get());
+                    {logits(), false}, rows, config_.hidden, config_.vocabulary, stream_.get(),
+                    workspace());
 }
 
 void GpuModel::losses(const Call& call) {
@@ -305,8 +312,8 @@ void GpuModel::losses(const Call& call) {
   const std::int64_t piece = piece_of_logits();
   for (std::int64_t first = 0; first < call.size(); first += piece) {
     const std::int64_t count = std::min(piece, call.size() - first);
-    head_forward(norm_.data() + c * first * hidden, count);
-    cross_entropy({.logits = floats(logits_),
+    head_forward(norm() + c * first * hidden, count);
+    cross_entropy({.logits = logits(),
                    .targets = device_targets(call) + first,
                    .rows = count,
                    .vocabulary = config_.vocabulary,
@@ -318,10 +325,11 @@ void GpuModel::losses(const Call& call) {
     if (!call.training) continue;
     products_.backward_input(typed(dlogits()), parameters_.typed(host_->head()),
                              {dnorm() + c * first * hidden, bf16_}, count, hidden,
-                             config_.vocabulary, stream_.get());
-    products_.backward_weights(typed(dlogits()), {norm_.data() + c * first * hidden, bf16_},
+                             config_.vocabulary, stream_.get(), workspace());
+    products_.backward_weights(typed(dlogits()), {norm() + c * first * hidden, bf16_},
                                parameters_.dense_gradient(host_->head()), count, hidden,
-                               config_.vocabulary, call.accumulate || first > 0, stream_.get());
+                               config_.vocabulary, call.accumulate || first > 0, stream_.get(),
+                               workspace());
   }
   sum_of(floats(nll_), call.size(), &device_record()->nll, stream_.get());
 }
@@ -333,7 +341,7 @@ void GpuModel::backward(const Call& call) {
     attention_backward(call, l);
   }
   embed_backward({.ids = device_tokens(),
-                  .dx = floats(dstream_),
+                  .dx = dstream(),
                   .dtable = parameters_.gradient(host_->embedding()),
                   .tokens = call.size(),
                   .vocabulary = config_.vocabulary,

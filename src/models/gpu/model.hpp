@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/gpu/dense/products.hpp"
+#include "layer/gpu/scratch.hpp"
 #include "models/device_model.hpp"
 #include "models/gpu/block.hpp"
 #include "models/gpu/generation/cache.hpp"
@@ -95,7 +96,7 @@ class GpuModel final : public DeviceModel {
   void block_forward(const Call& call, std::int32_t l, LayerRooms& rooms);
   /// Attention over what is cached too.
   void attend_cached(const Call& call, std::int32_t l, LayerRooms& rooms);
-  /// Into logits_, of rows of the last norm.
+  /// Into logits(), of rows of the last norm.
   void head_forward(const std::byte* normed, std::int64_t rows);
   /// Losses of all rows, and with a backward what begins it.
   void losses(const Call& call);
@@ -111,18 +112,37 @@ class GpuModel final : public DeviceModel {
   }
   /// The gradient of the stream as products take it.
   [[nodiscard]] Dense dstream_typed() const {
-    return {bf16_ ? dstream_typed_.data() : dstream_.data(), bf16_};
+    return {bf16_ ? dstream_typed_.data() : rooms_.back().x.data(), bf16_};
   }
   [[nodiscard]] RawMatrix rows(std::byte* data, std::int64_t count) const {
     return {data, options_.compute, count, config_.hidden};
   }
   [[nodiscard]] Dense typed(const DeviceBuffer& buffer) const { return typed(buffer.data()); }
   [[nodiscard]] Dense typed(std::byte* data) const { return {data, bf16_}; }
-  // On the way back, of the compute type, where something else was before.
-  [[nodiscard]] std::byte* dlogits() const { return logits_.data() + dlogits_at_; }
-  [[nodiscard]] std::byte* dqkv() const { return logits_.data(); }      ///< [T, (N + 2M) D].
-  [[nodiscard]] std::byte* dmixed() const { return attended_.data(); }  ///< [T, N D].
-  [[nodiscard]] std::byte* dnorm() const { return block_.data(); }      ///< [T, H].
+  // In the memory that the MoE layers' backward takes turns in: nothing here is needed while such
+  // a layer's call runs. c: the compute type.
+  [[nodiscard]] CudaScratch& scratch() const {
+    return static_cast<CudaScratch&>(*scratch_.training);
+  }
+  [[nodiscard]] DeviceBuffer& room() const;
+  [[nodiscard]] float* logits() const {
+    return reinterpret_cast<float*>(room().data());
+  }  ///< A piece.
+  [[nodiscard]] std::byte* dlogits() const { return room().data() + dlogits_at_; }
+  [[nodiscard]] std::byte* norm() const {
+    return room().data() + norm_at_;
+  }  ///< [T, H] c, the last.
+  [[nodiscard]] std::byte* attended() const { return room().data() + attended_at_; }  ///< [T, H] c.
+  [[nodiscard]] std::byte* dqkv() const { return room().data(); }  ///< [T, (N + 2M) D] c.
+  [[nodiscard]] std::byte* dmixed() const { return attended(); }   ///< [T, N D] c.
+  /// Of dense products, likewise in the layers' rows.
+  [[nodiscard]] void* workspace() const {
+    return scratch().runner.rows().reserve(DenseProducts::kWorkspace);
+  }
+  [[nodiscard]] std::byte* dnorm() const { return block_.data(); }  ///< [T, H] c.
+  /// The stream's gradient takes the place of the stream behind the last layer, which the backward
+  /// reads once.
+  [[nodiscard]] float* dstream() const { return reinterpret_cast<float*>(rooms_.back().x.data()); }
   [[nodiscard]] std::int64_t piece_of_logits() const;
 
   [[nodiscard]] GpuCache& own(DeviceCache& cache) const;
@@ -168,14 +188,14 @@ class GpuModel final : public DeviceModel {
   bool bf16_;
   Stream stream_;
   DeviceParameters parameters_;
-  DenseProducts products_;
+  DenseProducts products_{256, false};
+  BlockScratch scratch_;
   std::vector<DeviceBlock> blocks_;
   std::vector<LayerRooms> rooms_;  ///< L, and the stream behind the last one.
   DeviceBuffer cosine_, sine_;
-  DeviceBuffer norm_, scale_, attended_, block_;  ///< [T, H] c but for the scale.
-  DeviceBuffer logits_;                           ///< Of a piece, f32, and their gradient.
-  std::int64_t dlogits_at_ = 0;
-  DeviceBuffer nll_, dstream_, dstream_typed_, delta_, parts_;
+  DeviceBuffer scale_, block_;  ///< [T] f32, of the last norm; [T, H] c.
+  std::int64_t dlogits_at_ = 0, norm_at_ = 0, attended_at_ = 0;
+  DeviceBuffer nll_, dstream_typed_, delta_, parts_;
   DeviceBuffer inputs_, record_;
   std::int64_t reserved_tokens_ = 0;
   bool reserved_training_ = false;

@@ -8,85 +8,13 @@
 
 #include "switchyard/models/generate.hpp"
 #include "testkit/expect_error.hpp"
-#include "tests/cuda/models/gpu_models.hpp"
+#include "tests/cuda/models/gpu_generation.hpp"
 
 namespace switchyard::models {
 namespace {
 
 using test::expect_error;
 using TestText = test::Text;
-
-/// Of logits. In bf16 every expert has every token, so that no choice can turn.
-constexpr double kBoundF32 = 2e-4, kBoundBf16 = 0.1;
-
-/// Positions `first` to `last` of all sequences.
-std::vector<std::int32_t> cut(const TestText& text, std::int64_t first, std::int64_t last) {
-  std::vector<std::int32_t> ids;
-  for (std::int64_t b = 0; b < text.batch; ++b) {
-    const auto row = text.tokens.begin() + b * text.positions;
-    ids.insert(ids.end(), row + first, row + last);
-  }
-  return ids;
-}
-
-/// Decodes the next `count` positions of a text; logits behind each, or behind the last ones.
-std::vector<float> decode(Model& model, Cache& cache, const TestText& text, std::int64_t count,
-                          bool last_only = false) {
-  const std::int64_t first = cache.length();
-  const std::vector<std::int32_t> ids = cut(text, first, first + count);
-  const std::int64_t rows = text.batch * (last_only ? 1 : count);
-  std::vector<float> logits(static_cast<std::size_t>(rows * model.config().vocabulary));
-  model.decode({ids.data(), {text.batch, count}}, cache,
-               {logits.data(), {rows, model.config().vocabulary}});
-  return logits;
-}
-
-/// `have`: behind `count` positions from `first` on, or behind the last of them; `want`: forward's.
-void expect_like(const std::vector<float>& have, const std::vector<float>& want,
-                 const TestText& text, std::int64_t first, std::int64_t count, double bound) {
-  const std::int64_t vocabulary = std::ssize(want) / (text.batch * text.positions);
-  const std::int64_t each = std::ssize(have) / (text.batch * vocabulary);
-  for (std::int64_t i = 0; i < std::ssize(have); ++i) {
-    const std::int64_t row = i / vocabulary, b = row / each;
-    const std::int64_t position = first + count - each + row % each;
-    const float x = want[static_cast<std::size_t>((b * text.positions + position) * vocabulary +
-                                                  i % vocabulary)];
-    ASSERT_NEAR(have[static_cast<std::size_t>(i)], x, bound * (1 + std::abs(x)))
-        << "sequence " << b << " position " << position << " logit " << i % vocabulary;
-  }
-}
-
-void expect_pieces(Model& model, const TestText& text, const std::vector<float>& want,
-                   const std::vector<std::int64_t>& pieces, double bound) {
-  Cache cache = model.make_cache(text.batch, text.positions);
-  for (const std::int64_t count : pieces) {
-    SCOPED_TRACE(testing::Message() << count << " behind " << cache.length());
-    const std::int64_t first = cache.length();
-    expect_like(decode(model, cache, text, count), want, text, first, count, bound);
-    ASSERT_EQ(cache.length(), first + count);
-    cache.truncate(first);
-    expect_like(decode(model, cache, text, count, true), want, text, first, count, bound);
-    if (testing::Test::HasFatalFailure()) return;
-  }
-}
-
-/// A prompt and tokens behind it have the logits of a CPU's forward of all in f32.
-void expect_like_the_cpu(const ModelConfig& config, DType compute, double bound,
-                         const std::vector<std::int64_t>& batches) {
-  Model cpu(config, {.num_threads = 2, .seed = 3});
-  Model gpu(config, on_gpu(compute));
-  make_rough(cpu, 0.1F);
-  make_rough(gpu, 0.1F);
-  for (const std::int64_t batch : batches) {
-    SCOPED_TRACE(testing::Message() << config.router << " " << to_string(compute) << " heads of "
-                                    << config.head_dim << ", batch " << batch);
-    const TestText text(batch, 29, config.vocabulary);
-    std::vector<std::int64_t> pieces(18, 1);
-    pieces[0] = 12;
-    expect_pieces(gpu, text, test::logits(cpu, text), pieces, bound);
-    if (testing::Test::HasFatalFailure()) return;
-  }
-}
 
 // Fails with: an angle one position off, a key or value that is not stored, a split left out of the
 // sum, a residual or a norm left out.
@@ -128,6 +56,28 @@ TEST(GenerationOnGpu, LogitsInF32AreThoseOfTheCpu) {
   full.kv_heads = full.heads;
   expect_like_the_cpu(full, DType::kF32, kBoundF32, {1, 9});
 }
+// What a kernel of one row, or of few, does more than once: items of attention, turns of positions,
+// rounds of a product, experts that no block has all logits of.
+TEST(GenerationOnGpu, LargeStepsAreThoseOfTheCpu) {
+  ModelConfig wide = gpu_config();
+  wide.vocabulary = 5000;
+  wide.heads = wide.kv_heads = 24;
+  wide.sequence = 700;
+  expect_like_the_cpu(wide, DType::kF32, kBoundF32, {8});
+  expect_like_the_cpu(wide, DType::kF32, kBoundF32, {1, 8}, 700);
+  ModelConfig many = gpu_config();
+  many.hidden = 264;
+  many.experts = 40;
+  many.top_k = 3;
+  many.inner = 52;
+  expect_like_the_cpu(many, DType::kF32, kBoundF32, {1, 2, 8});
+  many.experts = many.top_k = 32;
+  many.inner = 264;
+  many.sequence = 300;
+  many.heads = many.kv_heads = 24;
+  many.head_dim = 64;
+  expect_like_the_cpu(many, DType::kBF16, kBoundBf16, {1, 8}, 300);
+}
 TEST(GenerationOnGpu, RoutersInF32AreThoseOfTheCpu) {
   for (const char* router : {"hash", "gshard", "switch", "noisy-top-k", "chain"}) {
     ModelConfig config = gpu_config();
@@ -148,6 +98,11 @@ TEST(GenerationOnGpu, LogitsInBf16AreNearThoseOfTheCpuInF32) {
     config.head_dim = dim;
     expect_like_the_cpu(config, DType::kBF16, kBoundBf16, {1, 2, 4, 8, 12});
   }
+  config.hidden = 72;  // no whole block of columns
+  config.inner = 56;
+  config.first_dense = 1;
+  config.dense_inner = 104;
+  expect_like_the_cpu(config, DType::kBF16, kBoundBf16, {1, 3, 8});
 }
 
 // Fails with: a piece that sees itself alone, or whose positions begin at 0; logits of another row

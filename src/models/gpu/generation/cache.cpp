@@ -72,6 +72,7 @@ void GpuCache::reserve_for_calls(const ModelOptions& options) {
     buffer->reserve((bf16_ ? 2 : 4) * batch_ * config_.hidden);
   }
   scale_.reserve(4 * batch_);
+  if (!few_) workspace_.reserve(DenseProducts::kWorkspace);
   if (few_) reserve_splits(attend_splits(batch_, config_.heads, config_.kv_heads, capacity_));
 }
 
@@ -129,15 +130,15 @@ void GpuModel::decode(Matrix<const std::int32_t> tokens, DeviceCache& cache, std
   reserve(call);
   send(tokens, {}, {});
   run(call);
-  const std::byte* normed = norm_.data();
+  const std::byte* normed = norm();
   if (logits.shape[0] == batch) {
     const auto row = static_cast<std::size_t>((bf16_ ? 2 : 4) * config_.hidden);
     const std::size_t pitch = row * static_cast<std::size_t>(positions);
-    // attended_ is done with: as large as norm_.
-    SWITCHYARD_CUDA(cudaMemcpy2DAsync(attended_.data(), row, normed + pitch - row, pitch, row,
+    // attended() is done with: as large as norm().
+    SWITCHYARD_CUDA(cudaMemcpy2DAsync(attended(), row, normed + pitch - row, pitch, row,
                                       static_cast<std::size_t>(batch), cudaMemcpyDeviceToDevice,
                                       stream_.get()));
-    normed = attended_.data();
+    normed = attended();
   }
   logits_to_host(normed, logits);
 }

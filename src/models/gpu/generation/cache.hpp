@@ -96,6 +96,7 @@ class GpuCache final : public DeviceCache {
   DeviceBuffer norm_, attended_, block_;          ///< [B, H] c.
   DeviceBuffer qkv_, mixed_, scale_;              ///< [B, (N + 2M) D] c, [B, N D] c, [B] f32.
   DeviceBuffer parts_, stats_, logits_;           ///< Of attend(); [B, V] f32.
+  DeviceBuffer workspace_;                        ///< Of dense products.
   DeviceBuffer expert_, share_;                   ///< [B, K] where routes_.
   DeviceBuffer input_;                            ///< The place, then ids [B].
   std::optional<PersistentStepArgs> one_kernel_;  ///< A step that is one kernel,

@@ -124,7 +124,7 @@ void GpuCache::attention_step(std::int32_t l, const StepTools& tools) {
   } else {
     norm(x, delta, sum, tensors.norm1, tools);
     tools.products->forward(typed(norm_), parameters_->typed(tensors.qkv), typed(qkv_), batch_,
-                            hidden, qkv, tools.stream);
+                            hidden, qkv, tools.stream, workspace_.data());
   }
   attend({.qkv = qkv_.data(),
           .q_weight = parameters_->value(tensors.q_norm),
@@ -161,7 +161,7 @@ void GpuCache::attention_step(std::int32_t l, const StepTools& tools) {
                  .stream = tools.stream});
   } else {
     tools.products->forward(typed(mixed_), parameters_->typed(tensors.o), typed(attended_), batch_,
-                            of_q, hidden, tools.stream);
+                            of_q, hidden, tools.stream, workspace_.data());
   }
 }
 
@@ -228,7 +228,7 @@ void GpuCache::head_step(const StepTools& tools) {
     norm(floats(middle_), block_.data(), floats(x_), host_->norm(), tools);
     tools.products->forward(typed(norm_), parameters_->typed(host_->head()),
                             {logits_.data(), false}, batch_, config_.hidden, config_.vocabulary,
-                            tools.stream);
+                            tools.stream, workspace_.data());
   }
 }
 

@@ -99,8 +99,8 @@ __device__ __forceinline__ void gate_and_up_by_mma(const ExpertWeights& e, const
     int4 ahead[kMmaAhead][2];
     const auto load = [&](int at, int4(&to)[2]) {
       const bool inside = at + part < e.packs_in;
-      to[0] = inside ? load_weights(gate + at) : int4{};
-      to[1] = inside ? load_weights(up + at) : int4{};
+      to[0] = inside ? ptx::load_constant_16(gate + at) : int4{};
+      to[1] = inside ? ptx::load_constant_16(up + at) : int4{};
     };
 #pragma unroll
     for (int i = 0; i < kMmaAhead; ++i) load(4 * i, ahead[i]);
@@ -237,7 +237,7 @@ class DownProduct {
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       const int pack = at.first + 4 * i + lane % 4;
-      to[i] = there && pack < e_.packs_inner ? load_weights(row + pack) : int4{};
+      to[i] = there && pack < e_.packs_inner ? ptx::load_constant_16(row + pack) : int4{};
     }
   }
   __device__ __forceinline__ void run_by_mma(const int4* x, int stride, int none, float* sums) {

@@ -116,7 +116,7 @@ class MmaProduct {
         for (int b = 0; b < kMmaBlocks; ++b) {
           const int pack = pack_of(chunk, b);
           const bool there = row < outs_ && pack + lane % 4 < packs_;
-          to.w[t][b][half] = there ? load_weights(from + pack) : int4{};
+          to.w[t][b][half] = there ? ptx::load_constant_16(from + pack) : int4{};
         }
       }
     }

@@ -11,23 +11,14 @@ namespace switchyard::models::gpu {
 
 inline constexpr int kStepWarps = 16;
 inline constexpr int kStepThreads = 32 * kStepWarps;
-inline constexpr int kAhead = 4;  ///< Loads of a lane for each row of weights.
-inline constexpr int kRowsOfStep = kFewRows;
+inline constexpr int kAhead = 4;              ///< Loads of a lane for each row of weights.
+inline constexpr int kRowsOfStep = kFewRows;  ///< What products of several rows are made for.
 
 /// Of a grid: which warp this is, so that neighbouring ones are on different multiprocessors.
 __device__ __forceinline__ int warp_of_grid() {
   return static_cast<int>(threadIdx.x / 32 * gridDim.x + blockIdx.x);
 }
 __device__ __forceinline__ int warps_of_grid() { return static_cast<int>(gridDim.x) * kStepWarps; }
-
-/// Weights, once read. Not moved behind a barrier.
-__device__ __forceinline__ int4 load_weights(const int4* from) {
-  int4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
-}
 
 /// A lane's part of up to kAhead * 32 * 16 bytes of each of kRows rows of weights.
 template <int kRows>
@@ -41,7 +32,7 @@ struct WeightPiece {
     for (int i = 0; i < kAhead; ++i) {
       const int at = first + 32 * i + static_cast<int>(threadIdx.x) % 32;
       w[row][i] = {};
-      if (there && at < packs) w[row][i] = load_weights(from + at);
+      if (there && at < packs) w[row][i] = ptx::load_constant_16(from + at);
     }
   }
 };
