@@ -165,8 +165,8 @@ bool CudaExperts::preactivation_has(std::int64_t bytes_per_token) const {
 
 RawMatrix CudaExperts::lend_inner(std::int64_t num_tokens) {
   const std::int64_t rows = layout_rows(num_tokens);
-  return {scratch_.workspace.reserve(experts_workspace_bytes(rows, weights())) + kActAt, compute_,
-          rows, config_.inner};
+  scratch_.workspace.reserve(experts_workspace_bytes(rows, weights()));
+  return {scratch_.inner_rows(), compute_, rows, config_.inner};
 }
 
 RawMatrix CudaExperts::lend_rows(std::int64_t num_tokens) {

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "core/gpu/device_buffer.hpp"
+#include "experts/gpu/workspace.hpp"
 #include "layer/expert_runner.hpp"
 #include "switchyard/layer.hpp"
 
@@ -22,8 +23,9 @@ struct CudaScratch final : LayerScratch {
   DeviceBuffer shared_rows;              ///< and their rows.
   std::array<DeviceBuffer, 2> backward;  ///< Of experts_backward(), for either Recompute.
 
-  [[nodiscard]] DeviceBuffer& backward_of(Recompute recompute) {
-    return backward[recompute == Recompute::kNone ? 0 : 1];
+  /// Where experts have their inner rows, behind the workspace's counters: `bytes` of it at least.
+  std::byte* inner_rows(std::int64_t bytes = 0) {
+    return workspace.reserve(kActAt + bytes) + kActAt;
   }
 };
 

@@ -9,7 +9,7 @@ namespace switchyard::models::gpu {
 namespace {
 
 constexpr std::int64_t kAlign = 128;
-constexpr std::int64_t kStaged = std::int64_t{4} << 20;
+constexpr std::int64_t kStaged = std::int64_t{1} << 20;
 
 std::int64_t aligned(std::int64_t size) { return (size + kAlign - 1) / kAlign * kAlign; }
 

@@ -12,10 +12,6 @@ float* floats(const DeviceBuffer& buffer) { return reinterpret_cast<float*>(buff
 
 }  // namespace
 
-DeviceBuffer& GpuModel::room() const {
-  return scratch().backward_of(options_.recompute ? Recompute::kActivationInput : Recompute::kNone);
-}
-
 std::int64_t GpuModel::piece_of_logits() const {
   constexpr std::int64_t kBytes = std::int64_t{512} << 20;
   constexpr std::int64_t kRows = 128;  // so that pieces begin at multiples of 256 bytes
@@ -58,7 +54,7 @@ void GpuModel::reserve(const Call& call) {
   dlogits_at_ = aligned(4 * logits);
   norm_at_ = aligned(training ? dlogits_at_ + c * logits : 4 * logits);
   attended_at_ = aligned(std::max(norm_at_ + c * tokens * hidden, training ? c * tokens * qkv : 0));
-  room().reserve(attended_at_ + c * tokens * (training ? std::max(hidden, of_q) : hidden));
+  scratch().inner_rows(attended_at_ + c * tokens * (training ? std::max(hidden, of_q) : hidden));
   (void)workspace();
   nll_.reserve(4 * tokens);
   reserved_tokens_ = tokens;

@@ -119,22 +119,18 @@ class GpuModel final : public DeviceModel {
   }
   [[nodiscard]] Dense typed(const DeviceBuffer& buffer) const { return typed(buffer.data()); }
   [[nodiscard]] Dense typed(std::byte* data) const { return {data, bf16_}; }
-  // In the memory that the MoE layers' backward takes turns in: nothing here is needed while such
-  // a layer's call runs. c: the compute type.
+  // Where the MoE layers' experts have their inner rows: nothing here is needed while such a
+  // layer's call runs. c: the compute type.
   [[nodiscard]] CudaScratch& scratch() const {
     return static_cast<CudaScratch&>(*scratch_.training);
   }
-  [[nodiscard]] DeviceBuffer& room() const;
-  [[nodiscard]] float* logits() const {
-    return reinterpret_cast<float*>(room().data());
-  }  ///< A piece.
-  [[nodiscard]] std::byte* dlogits() const { return room().data() + dlogits_at_; }
-  [[nodiscard]] std::byte* norm() const {
-    return room().data() + norm_at_;
-  }  ///< [T, H] c, the last.
-  [[nodiscard]] std::byte* attended() const { return room().data() + attended_at_; }  ///< [T, H] c.
-  [[nodiscard]] std::byte* dqkv() const { return room().data(); }  ///< [T, (N + 2M) D] c.
-  [[nodiscard]] std::byte* dmixed() const { return attended(); }   ///< [T, N D] c.
+  [[nodiscard]] std::byte* room() const { return scratch().inner_rows(); }
+  [[nodiscard]] float* logits() const { return reinterpret_cast<float*>(room()); }  ///< A piece.
+  [[nodiscard]] std::byte* dlogits() const { return room() + dlogits_at_; }
+  [[nodiscard]] std::byte* norm() const { return room() + norm_at_; }  ///< [T, H] c, the last.
+  [[nodiscard]] std::byte* attended() const { return room() + attended_at_; }  ///< [T, H] c.
+  [[nodiscard]] std::byte* dqkv() const { return room(); }        ///< [T, (N + 2M) D] c.
+  [[nodiscard]] std::byte* dmixed() const { return attended(); }  ///< [T, N D] c.
   /// Of dense products, likewise in the layers' rows.
   [[nodiscard]] void* workspace() const {
     return scratch().runner.rows().reserve(DenseProducts::kWorkspace);

@@ -69,7 +69,7 @@ class CudaLayerBackward {
   void run_experts(const Call& call, const Rows& rows, const std::function<void()>* then = nullptr);
   void give_to_choices(const Call& call, const Rows& rows);
   [[nodiscard]] static DeviceBuffer& workspace_of(Recompute recompute, CudaStages& stages) {
-    return stages.scratch().backward_of(recompute);
+    return stages.scratch().backward[index_of(recompute)];
   }
   [[nodiscard]] const DeviceBuffer& workspace_of_rest(const Call& call) const {
     return call.ranks == nullptr ? workspace_of(call.saved.recompute, call.stages)
