@@ -50,7 +50,7 @@ TEST(TrainEstimate, SaysWhatMemoryIsFor) {
             4 * all + 4 * double(config.model.vocabulary * config.model.hidden));
 }
 
-// What model_bench read of one H200 at 68a319f, behind its steps; CUDA's own memory is in it.
+// What model_bench read of one H200 at 4389c01, behind its steps; CUDA's own memory is in it.
 TEST(TrainEstimate, OfAGpuIsWhatOneTook) {
   struct Taken {
     const char* preset;
@@ -58,7 +58,7 @@ TEST(TrainEstimate, OfAGpuIsWhatOneTook) {
     double bytes;
   };
   for (const Taken& one :
-       {Taken{"s", 8, 6167724032.0}, {"s", 32, 9841934336.0}, {"m", 32, 26031947776.0}}) {
+       {Taken{"s", 8, 5886705664.0}, {"s", 32, 9560915968.0}, {"m", 32, 25683820544.0}}) {
     const Preset& preset = find_preset(one.preset);
     TrainConfig config{.model = preset.model};
     config.model.experts = one.experts;

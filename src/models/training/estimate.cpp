@@ -61,15 +61,19 @@ double device_activations(const ModelConfig& config, DType compute, double token
               (c * (router.num_gates() - 1) + 8 + (c < 4 ? c : 0));
     }
   }
-  // The stream's gradient, in f32 and as products take it; three rows; logits by pieces.
-  const double stream = (4 + (c < 4 ? c : 0)) * hidden + c * (2 * hidden + std::max(hidden, of_q));
+  // The stream behind the last layer, whose place its gradient takes; that as products take it;
+  // what the experts give.
+  const double stream = (4 + (c < 4 ? c : 0)) * hidden + c * hidden;
   const auto vocabulary = static_cast<double>(config.vocabulary);
   const double piece = std::min(tokens, std::max(128.0, double(512 << 20) / (4 * vocabulary)));
-  const double logits = std::max(piece * vocabulary * (4 + c), c * tokens * qkv);
-  // Of one layer: rows between the products and behind them.
+  // Logits by pieces and the last norm, or a layer's gradients; what attention gives.
+  const double logits = piece * vocabulary * (4 + c) + c * tokens * hidden;
+  const double between = std::max(logits, c * tokens * qkv) + c * tokens * std::max(hidden, of_q);
+  // Of one layer: rows between the products, whose place that takes, and behind them.
   const double inner = double(std::max(config.inner * config.top_k, config.dense_inner));
-  const double scratch = c * (come * (inner + picks * hidden) + tokens * hidden);
-  return tokens * (layers * of_layer + stream + 4 * (2 + heads)) + kept + logits + scratch;
+  const double scratch =
+      std::max(between, c * come * inner) + c * come * picks * hidden + c * tokens * hidden;
+  return tokens * (layers * of_layer + stream + 4 * (2 + heads)) + kept + scratch;
 }
 
 /// Of `all` numbers those that have moments: without routed experts where these are frozen. The
