@@ -100,10 +100,11 @@ class GpuCache final : public DeviceCache {
   DeviceBuffer expert_, share_;                   ///< [B, K] where routes_.
   DeviceBuffer input_;                            ///< The place, then ids [B].
   std::optional<PersistentStepArgs> one_kernel_;  ///< A step that is one kernel,
-  DeviceBuffer layers_, inner_, best_, barrier_;  ///< and what it alone needs.
-  PinnedBytes sent_, told_;                       ///< What input_ is copied from; [kRing, B].
-  std::array<Event, kRing> done_;                 ///< By position.
-  std::int64_t next_ = -1;  ///< Position of the next step, as the device has it.
+  /// and what it alone needs.
+  DeviceBuffer layers_, inner_, router_logits_, best_, barrier_;
+  PinnedBytes sent_, told_;        ///< What input_ is copied from; [kRing, B].
+  std::array<Event, kRing> done_;  ///< By position.
+  std::int64_t next_ = -1;         ///< Position of the next step, as the device has it.
   std::int64_t under_way_ = 0;
   bool warm_ = false;
   std::optional<Graph> graph_;

@@ -24,8 +24,8 @@ struct ChoiceArgs {
 /// A warp chooses the top_k experts of a row of logits, by logit or by probability and bias, ties
 /// to the lower one, and their probabilities, into [top_k] each. Logits that are not numbers make
 /// weights that are none.
-__device__ __forceinline__ void choose_experts(const ChoiceArgs& p, const float* logits,
-                                               std::int32_t* experts, float* shares) {
+__device__ __forceinline__ void choose_of_many_experts(const ChoiceArgs& p, const float* logits,
+                                                       std::int32_t* experts, float* shares) {
   constexpr int kEach = kMostRouted / 32;  // experts of a lane
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float logit[kEach], key[kEach];
@@ -88,7 +88,7 @@ __device__ __forceinline__ void choose_experts(const ChoiceArgs& p, const float*
 }
 
 /// The same of at most 32 experts, which a lane each has: its rank is how many are before it. Of
-/// logits that are not numbers the first experts.
+/// logits or biases that are not numbers the first experts.
 __device__ __forceinline__ void choose_of_few_experts(const ChoiceArgs& p, const float* logits,
                                                       std::int32_t* experts, float* shares) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -97,9 +97,9 @@ __device__ __forceinline__ void choose_of_few_experts(const ChoiceArgs& p, const
   const float largest = warp_max(logit);
   const float likelihood = there ? expf(logit - largest) : 0.0F;
   const float sum = warp_sum(likelihood);
-  const bool numbers = sum == sum;
   float key = logit;
   if (p.bias != nullptr && there) key = likelihood / sum + p.bias[lane];
+  const bool numbers = __all_sync(0xffffffffU, !there || (sum == sum && key == key)) != 0;
   int rank = numbers ? 0 : lane;
   for (int e = 0; numbers && e < p.experts; ++e) {
     const float other = p.bias == nullptr ? logits[e] : __shfl_sync(0xffffffffU, key, e);
@@ -111,6 +111,16 @@ __device__ __forceinline__ void choose_of_few_experts(const ChoiceArgs& p, const
   if (!chosen) return;
   experts[rank] = lane;
   shares[rank] = (p.renormalize ? share / all : share) * p.scale;
+}
+
+/// The one that is for this many: a warp, of logits that it sees.
+__device__ __forceinline__ void choose_experts(const ChoiceArgs& p, const float* logits,
+                                               std::int32_t* experts, float* shares) {
+  if (p.experts <= 32) {
+    choose_of_few_experts(p, logits, experts, shares);
+  } else {
+    choose_of_many_experts(p, logits, experts, shares);
+  }
 }
 
 }  // namespace switchyard::models::gpu

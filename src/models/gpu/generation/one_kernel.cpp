@@ -77,7 +77,7 @@ bool GpuCache::reserve_for_one_kernel(const ModelOptions& options) {
   reserve_splits(args.splits);
   const std::int64_t top_k = std::max(args.top_k, 1), c = bf16_ ? 2 : 4;
   inner_.reserve(c * batch_ * top_k * args.most_inner);
-  share_.reserve(4 * batch_ * std::max(args.experts, 1));
+  router_logits_.reserve(4 * batch_ * std::max(args.experts, 1));
   best_.reserve(static_cast<std::int64_t>(sizeof(PersistentBest)) * batch_ * num_multiprocessors());
   barrier_.reserve(4 * kBarrierWords);  // zeros
   args.layers = reinterpret_cast<const PersistentLayer*>(layers_.data());
@@ -94,7 +94,7 @@ bool GpuCache::reserve_for_one_kernel(const ModelOptions& options) {
   args.mixed = mixed_.data();
   args.parts = floats(parts_);
   args.stats = floats(stats_);
-  args.router_logits = floats(share_);
+  args.router_logits = floats(router_logits_);
   args.inner = inner_.data();
   args.logits = floats(logits_);
   args.best = reinterpret_cast<PersistentBest*>(best_.data());

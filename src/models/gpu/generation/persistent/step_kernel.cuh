@@ -254,11 +254,7 @@ class StepBlock {
       const ChoiceArgs args{layer.bias, p_.experts, p_.top_k, p_.renormalize, p_.scale};
       std::int32_t* const experts = choices.expert + warp * p_.top_k;
       float* const shares = choices.share + warp * p_.top_k;
-      if (p_.experts <= 32) {
-        choose_of_few_experts(args, shared_.router_logits[warp], experts, shares);
-      } else {
-        choose_experts(args, shared_.router_logits[warp], experts, shares);
-      }
+      choose_experts(args, shared_.router_logits[warp], experts, shares);
       const int k = thread() % 32;
       if (k < p_.top_k) choices.set(experts[k], warp, warp * p_.top_k + k);
     }
