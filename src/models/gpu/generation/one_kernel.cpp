@@ -1,4 +1,7 @@
 // Token steps that are one kernel: which are, and what it is given.
+#include <algorithm>
+#include <vector>
+
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/cuda_memory.hpp"
 #include "models/gpu/generation/cache.hpp"
@@ -71,6 +74,7 @@ bool GpuCache::reserve_for_one_kernel(const ModelOptions& options) {
   if (!persistent_step_fits(args)) return false;
 
   std::vector<PersistentLayer> layers;
+  layers.reserve(static_cast<std::size_t>(config_.layers));
   for (std::int32_t l = 0; l < config_.layers; ++l) layers.push_back(persistent_layer(l));
   const auto of_layers = static_cast<std::int64_t>(sizeof(PersistentLayer) * layers.size());
   copy_to_device(layers_.reserve(of_layers), layers.data(), static_cast<std::size_t>(of_layers));

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "models/gpu/generation/attend_rows.cuh"
 #include "models/gpu/generation/likeliest.cuh"
@@ -38,8 +39,8 @@ class StepBlock {
         barrier_(args.barrier),
         position_(args.place->next) {
     const int4* const from = reinterpret_cast<const int4*>(args.layers);
-    for (int i = thread(); i < kPacksOfLayer * args.num_layers; i += kStepThreads)
-      room[i] = from[i];
+    const int packs = kPacksOfLayer * args.num_layers;
+    for (int i = thread(); i < packs; i += kStepThreads) room[i] = from[i];
     __syncthreads();
   }
 
@@ -255,6 +256,7 @@ class StepBlock {
       std::int32_t* const experts = choices.expert + warp * p_.top_k;
       float* const shares = choices.share + warp * p_.top_k;
       choose_experts(args, shared_.router_logits[warp], experts, shares);
+      __syncwarp();
       const int k = thread() % 32;
       if (k < p_.top_k) choices.set(experts[k], warp, warp * p_.top_k + k);
     }
@@ -306,6 +308,7 @@ class StepBlock {
         p_.ids[row] = max(best.id, 0);
         p_.told[position_ % p_.ring * p_.rows + row] = best.id;
       }
+      __syncthreads();
     }
     if (blockIdx.x != 0 || thread() != 0) return;
     *p_.place = {position_, position_ + 1};
