@@ -3,15 +3,11 @@
 #include <climits>
 #include <cmath>
 
+#include "models/gpu/generation/stages.hpp"
 #include "models/gpu/launch.cuh"
 
 namespace switchyard::models::gpu {
 
-/// A logit and whose it is; id INT_MAX: none yet, -1: one was not a number.
-struct Best {
-  float logit;
-  int id;
-};
 __device__ __forceinline__ Best no_best() { return {-INFINITY, INT_MAX}; }
 __device__ __forceinline__ Best best_of(float logit, std::int64_t id) {
   return {logit, isnan(logit) ? -1 : static_cast<int>(id)};

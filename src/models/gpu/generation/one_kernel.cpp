@@ -82,7 +82,7 @@ bool GpuCache::reserve_for_one_kernel(const ModelOptions& options) {
   const std::int64_t top_k = std::max(args.top_k, 1), c = bf16_ ? 2 : 4;
   inner_.reserve(c * batch_ * top_k * args.most_inner);
   router_logits_.reserve(4 * batch_ * std::max(args.experts, 1));
-  best_.reserve(static_cast<std::int64_t>(sizeof(PersistentBest)) * batch_ * num_multiprocessors());
+  best_.reserve(static_cast<std::int64_t>(sizeof(Best)) * batch_ * num_multiprocessors());
   barrier_.reserve(4 * kBarrierWords);  // zeros
   args.layers = reinterpret_cast<const PersistentLayer*>(layers_.data());
   args.table = parameters_->value(host_->embedding());
@@ -101,7 +101,7 @@ bool GpuCache::reserve_for_one_kernel(const ModelOptions& options) {
   args.router_logits = floats(router_logits_);
   args.inner = inner_.data();
   args.logits = floats(logits_);
-  args.best = reinterpret_cast<PersistentBest*>(best_.data());
+  args.best = reinterpret_cast<Best*>(best_.data());
   args.barrier = reinterpret_cast<std::uint32_t*>(barrier_.data());
   one_kernel_ = args;
   return true;

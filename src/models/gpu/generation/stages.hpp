@@ -123,7 +123,7 @@ struct NormRowsArgs {
 /// As rms_norm(), a block a row.
 void norm_rows(const NormRowsArgs& args);
 
-/// Most experts and columns of the routing of norm_route().
+/// Most experts, and of a row, of norm_route() and of a step that is one kernel.
 inline constexpr std::int32_t kMostRouted = 256;
 inline constexpr std::int32_t kMostChosen = 32;
 
@@ -145,6 +145,12 @@ struct NormRouteArgs {
 /// norm_rows(), and route() of its rows by a TopKRouter's softmax, without groups. For gates that a
 /// block reads in no time: a block has all experts of a row.
 void norm_route(const NormRouteArgs& args);
+
+/// A logit and whose it is; id INT_MAX: none yet, -1: one was not a number.
+struct Best {
+  float logit;
+  std::int32_t id;
+};
 
 struct LikeliestArgs {
   const float* logits;  ///< [rows, vocabulary].

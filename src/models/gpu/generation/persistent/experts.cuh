@@ -147,17 +147,14 @@ class DownProduct {
   static constexpr int kPacks = kByMma<T, kRows> ? 32 : kPiecePacks;
 
   __device__ __forceinline__ DownProduct(const ExpertWeights& e, const Choices& choices)
-      : e_(e), choices_(choices) {
-    const int each = (e.hidden + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
-    first_ = min(e.hidden, static_cast<int>(blockIdx.x) * each);
-    outs_ = min(each, e.hidden - first_);
-    groups_ = (outs_ + kOuts - 1) / kOuts;
+      : e_(e), choices_(choices), own_(e.hidden) {
+    groups_ = (own_.count + kOuts - 1) / kOuts;
     parts_ = (e.packs_inner + kPacks - 1) / kPacks;
     items_ = choices.num_used * groups_ * parts_;
     item_ = static_cast<int>(threadIdx.x) / 32;
   }
-  [[nodiscard]] __device__ __forceinline__ int first() const { return first_; }
-  [[nodiscard]] __device__ __forceinline__ int outs() const { return outs_; }
+  [[nodiscard]] __device__ __forceinline__ int first() const { return own_.first; }
+  [[nodiscard]] __device__ __forceinline__ int outs() const { return own_.count; }
 
   /// Asks for the first item's weights.
   __device__ __forceinline__ void begin() {
@@ -197,7 +194,7 @@ class DownProduct {
             (item - of_out * parts_) * kPacks};
   }
   [[nodiscard]] __device__ __forceinline__ const int4* row_of(const Item& at, int out) const {
-    return e_.w2 + (std::int64_t{at.expert} * e_.hidden + first_ + out) * e_.packs_inner;
+    return e_.w2 + (std::int64_t{at.expert} * e_.hidden + own_.first + out) * e_.packs_inner;
   }
   [[nodiscard]] __device__ __forceinline__ int x_row(int expert, int row, int none) const {
     const int slot = choices_.slot(expert, row);
@@ -232,7 +229,7 @@ class DownProduct {
   __device__ __forceinline__ void load_blocks(int item, int4 (&to)[kBlocks]) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const Item at = find(item < items_ ? item : 0);
-    const bool there = item < items_ && at.out + lane / 4 < outs_;
+    const bool there = item < items_ && at.out + lane / 4 < own_.count;
     const int4* const row = row_of(at, there ? at.out + lane / 4 : 0);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
@@ -260,7 +257,8 @@ class DownProduct {
 
   const ExpertWeights& e_;
   const Choices& choices_;
-  int first_, outs_, groups_, parts_, items_, item_;
+  OwnOutputs own_;
+  int groups_, parts_, items_, item_;
   union {
     WeightPiece<1> piece_;
     int4 ahead_[kBlocks];

@@ -23,11 +23,8 @@ class MmaProduct {
       : w_(static_cast<const int4*>(w)),
         parts_(parts),
         packs_(in / kPack<Bf16>),
-        num_rows_(num_rows) {
-    const int each = (out + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
-    first_ = min(out, static_cast<int>(blockIdx.x) * each);
-    outs_ = min(each, out - first_);
-  }
+        num_rows_(num_rows),
+        own_(out) {}
 
   template <class Add>
   __device__ __forceinline__ void begin(const Add& add) {
@@ -42,7 +39,7 @@ class MmaProduct {
         reinterpret_cast<const int4*>(rows) + lane / 4 * padded_packs(packs_) + lane % 4;
     int parity = 0;
 #pragma unroll 1
-    for (int base = 0; base < outs_; base += kOfRound) {
+    for (int base = 0; base < own_.count; base += kOfRound) {
       float sum[kMmaTiles][4] = {};
 #pragma unroll 1
       for (int chunk = 0; chunk < packs_; chunk += kOfChunk) {
@@ -75,7 +72,7 @@ class MmaProduct {
         float total = 0;
 #pragma unroll
         for (int w = 0; w < kStepWarps; ++w) total += (&room[w][0][0])[thread];
-        put(thread % kRowsOfStep, first_ + base + thread / kRowsOfStep, total + added_);
+        put(thread % kRowsOfStep, own_.first + base + thread / kRowsOfStep, total + added_);
       }
       added_ = asked(base + kOfRound, add);
     }
@@ -97,12 +94,13 @@ class MmaProduct {
   [[nodiscard]] __device__ __forceinline__ bool is_own(int base) const {
     const int thread = static_cast<int>(threadIdx.x);
     return thread < kOfRound * kRowsOfStep && thread % kRowsOfStep < num_rows_ &&
-           base + thread / kRowsOfStep < outs_;
+           base + thread / kRowsOfStep < own_.count;
   }
   template <class Add>
   [[nodiscard]] __device__ __forceinline__ float asked(int base, const Add& add) const {
     const int thread = static_cast<int>(threadIdx.x);
-    return is_own(base) ? add(thread % kRowsOfStep, first_ + base + thread / kRowsOfStep) : 0.0F;
+    return is_own(base) ? add(thread % kRowsOfStep, own_.first + base + thread / kRowsOfStep)
+                        : 0.0F;
   }
   __device__ __forceinline__ void load(int base, int chunk, Weights& to) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -111,11 +109,11 @@ class MmaProduct {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = base + t * kMmaRows + 8 * half + lane / 4;
-        const int4* const from = w_ + std::int64_t{first_ + row} * packs_ + lane % 4;
+        const int4* const from = w_ + std::int64_t{own_.first + row} * packs_ + lane % 4;
 #pragma unroll
         for (int b = 0; b < kMmaBlocks; ++b) {
           const int pack = pack_of(chunk, b);
-          const bool there = row < outs_ && pack + lane % 4 < packs_;
+          const bool there = row < own_.count && pack + lane % 4 < packs_;
           to.w[t][b][half] = there ? ptx::load_constant_16(from + pack) : int4{};
         }
       }
@@ -124,7 +122,8 @@ class MmaProduct {
 
   const int4* w_;
   MmaParts& parts_;
-  int packs_, num_rows_, first_, outs_;
+  int packs_, num_rows_;
+  OwnOutputs own_;
   float added_ = 0;
   Weights ahead_;
 };

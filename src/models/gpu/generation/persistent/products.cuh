@@ -11,7 +11,7 @@ namespace switchyard::models::gpu {
 
 inline constexpr int kStepWarps = 16;
 inline constexpr int kStepThreads = 32 * kStepWarps;
-inline constexpr int kAhead = 4;              ///< Loads of a lane for each row of weights.
+inline constexpr int kPieceLoads = 4;         ///< Loads of a lane for each row of weights.
 inline constexpr int kRowsOfStep = kFewRows;  ///< What products of several rows are made for.
 
 /// Of a grid: which warp this is, so that neighbouring ones are on different multiprocessors.
@@ -20,16 +20,27 @@ __device__ __forceinline__ int warp_of_grid() {
 }
 __device__ __forceinline__ int warps_of_grid() { return static_cast<int>(gridDim.x) * kStepWarps; }
 
-/// A lane's part of up to kAhead * 32 * 16 bytes of each of kRows rows of weights.
+/// What of `all` outputs is this block's: neighbouring ones.
+struct OwnOutputs {
+  int first, count;
+
+  __device__ __forceinline__ explicit OwnOutputs(int all) {
+    const int each = (all + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+    first = min(all, static_cast<int>(blockIdx.x) * each);
+    count = min(each, all - first);
+  }
+};
+
+/// A lane's part of up to kPieceLoads * 32 * 16 bytes of each of kRows rows of weights.
 template <int kRows>
 struct WeightPiece {
-  int4 w[kRows][kAhead];
+  int4 w[kRows][kPieceLoads];
 
   /// Of a row of `packs` 16 bytes, from pack `first` on; where `there` does not hold, zeros.
   __device__ __forceinline__ void load(int row, const int4* from, int first, int packs,
                                        bool there) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kPieceLoads; ++i) {
       const int at = first + 32 * i + static_cast<int>(threadIdx.x) % 32;
       w[row][i] = {};
       if (there && at < packs) w[row][i] = ptx::load_constant_16(from + at);
@@ -37,7 +48,7 @@ struct WeightPiece {
   }
 };
 /// Packs of 16 bytes that a piece has of a row.
-inline constexpr int kPiecePacks = 32 * kAhead;
+inline constexpr int kPiecePacks = 32 * kPieceLoads;
 
 /// Adds to sum[m * kCount + r] the piece's row m times row r of `rows`, r < kCount, which begins at
 /// pack row_at(r).
@@ -46,7 +57,7 @@ __device__ __forceinline__ void add_products(const WeightPiece<kRows>& piece, co
                                              int first, int packs, const RowAt& row_at,
                                              float (&sum)[kRows * kCount]) {
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
+  for (int i = 0; i < kPieceLoads; ++i) {
     const int at = first + 32 * i + static_cast<int>(threadIdx.x) % 32;
     if (at >= packs) continue;
     float a[kRows][kPack<T>];

@@ -30,12 +30,6 @@ struct alignas(16) PersistentLayer {
   std::int32_t inner = 0;  ///< I.
 };
 
-/// A logit and whose it is.
-struct PersistentBest {
-  float logit;
-  std::int32_t id;
-};
-
 struct PersistentStepArgs {
   const PersistentLayer* layers = nullptr;  ///< [L] on the device.
   std::int32_t num_layers = 0;
@@ -70,7 +64,7 @@ struct PersistentStepArgs {
   float* router_logits = nullptr;    ///< [B, E].
   void* inner = nullptr;             ///< [B, K, I] compute type.
   float* logits = nullptr;           ///< out [B, V].
-  PersistentBest* best = nullptr;    ///< [multiprocessors, B].
+  Best* best = nullptr;              ///< [multiprocessors, B].
   std::uint32_t* barrier = nullptr;  ///< [kBarrierWords], zero before the first step.
   bool bf16 = false;
   cudaStream_t stream = nullptr;
@@ -78,12 +72,13 @@ struct PersistentStepArgs {
 inline constexpr std::int64_t kBarrierWords = 64;  ///< Two lines of memory.
 
 /// Whether the kernel can run such a step here: its rows and what the experts leave fit into shared
-/// memory, and sizes are multiples of what it reads at a time.
+/// memory, and sizes are multiples of what it reads at a time. Looks at no address; I is the
+/// caller's to check, of each layer.
 [[nodiscard]] bool persistent_step_fits(const PersistentStepArgs& args);
-/// How many blocks share the positions of a head.
+/// How many blocks share the positions of a head: PersistentStepArgs::splits.
 [[nodiscard]] std::int32_t persistent_splits(std::int64_t rows, std::int32_t heads,
                                              std::int32_t kv_heads, std::int64_t capacity);
-/// Only enqueues. Steps of one barrier must not overlap.
+/// Only enqueues, where persistent_step_fits(). Steps of one barrier must not overlap.
 void persistent_step(const PersistentStepArgs& args);
 
 }  // namespace switchyard::models::gpu

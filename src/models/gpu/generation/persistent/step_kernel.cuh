@@ -291,7 +291,7 @@ class StepBlock {
     best = no_best();
 #pragma unroll 1
     for (int w = 0; w < kStepWarps; ++w) best = better(best, shared_.best[w][thread()]);
-    p_.best[static_cast<int>(blockIdx.x) * p_.rows + thread()] = {best.logit, best.id};
+    p_.best[static_cast<int>(blockIdx.x) * p_.rows + thread()] = best;
   }
 
   /// Blocks have a row each: the best of all blocks'.
@@ -300,8 +300,7 @@ class StepBlock {
          row += static_cast<int>(gridDim.x)) {
       Best best = no_best();
       for (int b = thread(); b < static_cast<int>(gridDim.x); b += kStepThreads) {
-        const PersistentBest of_block = p_.best[b * p_.rows + row];
-        best = better(best, {of_block.logit, of_block.id});
+        best = better(best, p_.best[b * p_.rows + row]);
       }
       best = best_of_block(best);
       if (thread() == 0) {
