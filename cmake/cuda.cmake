@@ -200,6 +200,9 @@ target_sources(switchyard_models_cuda PRIVATE
   src/models/gpu/generation/attend.cu
   src/models/gpu/generation/norm_route.cu
   src/models/gpu/generation/rows.cu
+  src/models/gpu/generation/batch/sum_norm.cu
+  src/models/gpu/generation/batch/products.cu
+  src/models/gpu/generation/batch/experts.cu
   src/models/gpu/generation/persistent/step_bf16.cu
   src/models/gpu/generation/persistent/step_f32.cu
 )
@@ -216,6 +219,7 @@ target_sources(switchyard_models PRIVATE
   src/models/gpu/calls.cpp
   src/models/gpu/steps.cpp
   src/models/gpu/generation/one_kernel.cpp
+  src/models/gpu/generation/batch_step.cpp
   src/models/gpu/generation/persistent/step.cpp
   src/models/gpu/generation/token_step.cpp
   src/models/gpu/generation/cache.cpp

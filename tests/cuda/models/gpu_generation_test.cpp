@@ -21,7 +21,8 @@ using TestText = test::Text;
 TEST(GenerationOnGpu, SmallLogitsInF32AreThoseOfTheCpu) {
   expect_like_the_cpu(gpu_config(), DType::kF32, kBoundF32, {1, 3});
 }
-// 9 and more rows go by other products; 2, 4 and 8 by other kernels of few rows.
+// 9 and more rows go by other products (in bf16 up to 64 by the stages of a batch); 2, 4 and 8 by
+// other kernels of few rows.
 TEST(GenerationOnGpu, LogitsInF32AreThoseOfTheCpu) {
   expect_like_the_cpu(gpu_config(), DType::kF32, kBoundF32, {2, 4, 7, 8, 9, 33});
   ModelConfig tied = gpu_config();
@@ -96,13 +97,13 @@ TEST(GenerationOnGpu, LogitsInBf16AreNearThoseOfTheCpuInF32) {
   config.top_k = config.experts;
   for (const std::int64_t dim : {32, 64, 128}) {
     config.head_dim = dim;
-    expect_like_the_cpu(config, DType::kBF16, kBoundBf16, {1, 2, 4, 8, 12});
+    expect_like_the_cpu(config, DType::kBF16, kBoundBf16, {1, 2, 4, 8, 12, 40, 65});
   }
   config.hidden = 72;  // no whole block of columns
   config.inner = 56;
   config.first_dense = 1;
   config.dense_inner = 104;
-  expect_like_the_cpu(config, DType::kBF16, kBoundBf16, {1, 3, 8});
+  expect_like_the_cpu(config, DType::kBF16, kBoundBf16, {1, 3, 8, 9, 64});
 }
 
 // Fails with: a piece that sees itself alone, or whose positions begin at 0; logits of another row
@@ -197,11 +198,13 @@ TEST(GenerationOnGpu, AGraphIsReplayedManyStepsBesideOtherCallsAndOtherWeights) 
 
 TEST(GenerationOnGpu, SmallStepsHaveTheSameBitsInEveryRun) {
   for (const DType compute : {DType::kF32, DType::kBF16}) {
-    const TestText text(3, 24, 37);
-    Model first(gpu_config(), on_gpu(compute)), second(gpu_config(), on_gpu(compute));
-    Cache one = first.make_cache(3, 24), two = second.make_cache(3, 24);
-    for (const std::int64_t count : {9, 1, 1, 1, 6, 1, 1}) {
-      EXPECT_EQ(decode(first, one, text, count), decode(second, two, text, count));
+    for (const std::int64_t batch : {3, 20, 70}) {
+      const TestText text(batch, 24, 37);
+      Model first(gpu_config(), on_gpu(compute)), second(gpu_config(), on_gpu(compute));
+      Cache one = first.make_cache(batch, 24), two = second.make_cache(batch, 24);
+      for (const std::int64_t count : {9, 1, 1, 1, 6, 1, 1}) {
+        EXPECT_EQ(decode(first, one, text, count), decode(second, two, text, count));
+      }
     }
   }
 }

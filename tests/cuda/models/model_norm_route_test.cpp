@@ -7,18 +7,23 @@ namespace {
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-// Fails with: a tie to the higher expert, a bias in the weights, an expert that is chosen twice.
+// Fails with: a tie to the higher expert, a bias in the weights, an expert that is chosen twice; a
+// delta left out of the norm or the sum.
 void expect_routing(std::int64_t rows, std::int64_t size, std::int32_t experts, std::int32_t top_k,
-                    bool biased, bool renormalize) {
+                    bool biased, bool renormalize, bool adds = false) {
   SCOPED_TRACE(testing::Message() << rows << " x " << size << " E " << experts << " K " << top_k);
-  const std::vector<float> x = random_floats(rows * size, 1),
-                           gate = random_floats(experts * size, 2, 0.1F),
+  std::vector<float> x = random_floats(rows * size, 1);
+  const std::vector<float> gate = random_floats(experts * size, 2, 0.1F),
                            bias = random_floats(experts, 3, 0.2F);
   const DeviceArray<float> device_x(x), weight(std::vector<float>(at(size), 1.5F)),
       device_gate(gate), device_bias(bias), share(at(rows * top_k));
   const DeviceArray<std::int32_t> expert(at(rows * top_k));
   const Typed y(true, rows * size);
+  const Typed delta(true, random_floats(rows * size, 4));
+  const DeviceArray<float> sum(at(rows * size));
   norm_route({.x = device_x.data(),
+              .delta = adds ? delta.data() : nullptr,
+              .sum = adds ? sum.data() : nullptr,
               .weight = weight.data(),
               .y = y.data(),
               .gate = device_gate.data(),
@@ -34,6 +39,10 @@ void expect_routing(std::int64_t rows, std::int64_t size, std::int32_t experts, 
               .epsilon = 1e-5F,
               .bf16 = true,
               .stream = nullptr});
+  for (std::int64_t i = 0; adds && i < rows * size; ++i) x[at(i)] += static_cast<float>(delta[i]);
+  if (adds) {
+    EXPECT_EQ(sum.get(), x);
+  }
   const std::vector<float> normed = y.get(), shares = share.get();
   const std::vector<std::int32_t> chosen = expert.get();
   for (std::int64_t r = 0; r < rows; ++r) {
@@ -81,6 +90,8 @@ TEST(ModelStages, SmallRoutersOfNormedRows) {
   expect_routing(3, 72, 32, 4, true, false);
   expect_routing(2, 200, 256, 32, false, false);
   expect_routing(5, 768, 33, 1, true, true);
+  expect_routing(70, 72, 8, 2, false, true, true);
+  expect_routing(9, 264, 40, 3, true, true, true);
 }
 
 TEST(ModelStages, SmallEqualLogitsGoToTheLowerExperts) {

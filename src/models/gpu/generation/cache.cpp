@@ -49,18 +49,14 @@ GpuCache::GpuCache(const ModelConfig& config, const ModelOptions& options,
   input_.reserve(static_cast<std::int64_t>(kIdsAt + of_ids));
   sent_.reserve(kIdsAt + of_ids);
   told_.reserve(kRing * of_ids);
-  if (!reserve_for_one_kernel(options)) reserve_for_calls(options);
+  if (!reserve_for_one_kernel(options) && !reserve_for_batch(options)) reserve_for_calls(options);
 }
 
 void GpuCache::reserve_for_calls(const ModelOptions& options) {
-  constexpr std::int64_t kMostOfGate = 1 << 16;  // numbers that norm_route() reads in no time
   const RouterConfig router = layer_config(config_).router;
-  routes_ = few_ && config_.first_dense < config_.layers && chooses_by_softmax(router) &&
+  routes_ = config_.first_dense < config_.layers && chooses_by_softmax(router) &&
             router.num_experts * config_.hidden <= kMostOfGate;
-  if (routes_) {
-    expert_.reserve(4 * batch_ * router.top_k());
-    share_.reserve(4 * batch_ * router.top_k());
-  }
+  if (routes_) reserve_for_choice(router.top_k());
   ModelOptions of_steps = options;
   of_steps.max_tokens = batch_;
   blocks_.reserve(static_cast<std::size_t>(config_.layers));
@@ -74,6 +70,11 @@ void GpuCache::reserve_for_calls(const ModelOptions& options) {
   scale_.reserve(4 * batch_);
   if (!few_) workspace_.reserve(DenseProducts::kWorkspace);
   if (few_) reserve_splits(attend_splits(batch_, config_.heads, config_.kv_heads, capacity_));
+}
+
+void GpuCache::reserve_for_choice(std::int32_t top_k) {
+  expert_.reserve(4 * batch_ * top_k);
+  share_.reserve(4 * batch_ * top_k);
 }
 
 void GpuCache::reserve_splits(std::int32_t splits) {

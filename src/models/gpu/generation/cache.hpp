@@ -11,6 +11,7 @@
 
 #include "models/cache_state.hpp"
 #include "models/gpu/block.hpp"
+#include "models/gpu/generation/batch/stages.hpp"
 #include "models/gpu/generation/persistent/step.hpp"
 #include "models/gpu/generation/stages.hpp"
 #include "models/gpu/graph.hpp"
@@ -60,16 +61,29 @@ class GpuCache final : public DeviceCache {
 
   /// What steps need that are a list of calls.
   void reserve_for_calls(const ModelOptions& options);
+  void reserve_for_choice(std::int32_t top_k);
   void reserve_splits(std::int32_t splits);
   // one_kernel.cpp
   /// Whether a step is one kernel: then what it needs has been made.
   bool reserve_for_one_kernel(const ModelOptions& options);
-  [[nodiscard]] bool knows_one_kernel(const ModelOptions& options) const;
+  /// Whether this rank has all experts by itself, nothing stands beside them and they are chosen by
+  /// softmax.
+  [[nodiscard]] bool has_plain_experts(const ModelOptions& options) const;
   [[nodiscard]] PersistentLayer persistent_layer(std::int32_t l) const;
+
+  // batch_step.cpp
+  /// Whether a step consists of the stages of a batch: then what they need has been made.
+  bool reserve_for_batch(const ModelOptions& options);
+  void batch_layer(std::int32_t l, const StepTools& tools);
+  void batch_norm(std::int32_t l, const StepTools& tools);
+  void batch_experts(std::int32_t l, const StepTools& tools);
+  void batch_head(const StepTools& tools);
 
   // token_step.cpp
   void enqueue(const StepTools& tools);
   void attention_step(std::int32_t l, const StepTools& tools);
+  void attend_step(std::int32_t l, const StepTools& tools);
+  void norm_route_step(std::int32_t l, const TopKRouter& router, const StepTools& tools);
   void block_step(std::int32_t l, const StepTools& tools);
   void head_step(const StepTools& tools);
   void norm(const float* x, const std::byte* delta, float* sum, std::int64_t weight,
@@ -87,8 +101,9 @@ class GpuCache final : public DeviceCache {
   const Parameters* host_;
   bool bf16_;
   std::int64_t batch_, capacity_;
-  bool few_;             ///< Products by row_product(), else cuBLASLt's.
-  bool routes_ = false;  ///< The norm before the experts chooses them too.
+  bool few_;               ///< Products by row_product(), else cuBLASLt's.
+  bool routes_ = false;    ///< The norm before the experts chooses them too.
+  bool is_batch_ = false;  ///< A step consists of the stages of a batch.
   std::int32_t splits_ = 1;
   std::vector<DeviceBlock> blocks_;
   DeviceBuffer keys_, values_;                    ///< [L, B, M, capacity, row].
@@ -101,7 +116,9 @@ class GpuCache final : public DeviceCache {
   DeviceBuffer input_;                            ///< The place, then ids [B].
   std::optional<PersistentStepArgs> one_kernel_;  ///< A step that is one kernel,
   /// and what it alone needs.
-  DeviceBuffer layers_, inner_, router_logits_, best_, barrier_;
+  DeviceBuffer layers_, router_logits_, best_, barrier_;
+  DeviceBuffer inner_;             ///< [B, K, I] c, of both.
+  DeviceBuffer expert_parts_;      ///< [B, K, H] f32.
   PinnedBytes sent_, told_;        ///< What input_ is copied from; [kRing, B].
   std::array<Event, kRing> done_;  ///< By position.
   std::int64_t next_ = -1;         ///< Position of the next step, as the device has it.

@@ -26,6 +26,14 @@ __global__ void norm_route_kernel(NormRouteArgs p) {
   for (int i = begin; i < size; i += each) {
     float v[4];
     load4(x + i, v);
+    if (p.delta != nullptr) {
+      const std::int64_t at = blockIdx.x * p.size + i;
+      float delta[4];
+      load4(static_cast<const T*>(p.delta) + at, delta);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] += delta[j];
+      store4(p.sum + at, v);
+    }
 #pragma unroll
     for (int j = 0; j < 4; ++j) squares += v[j] * v[j];
     store4(row + i, v);

@@ -15,14 +15,13 @@ float* floats(const DeviceBuffer& buffer) { return reinterpret_cast<float*>(buff
 
 }  // namespace
 
-/// Few rows, experts that a rank has by itself and that nothing stands beside, chosen by softmax.
-bool GpuCache::knows_one_kernel(const ModelOptions& options) const {
+bool GpuCache::has_plain_experts(const ModelOptions& options) const {
   const bool routes = config_.first_dense < config_.layers;
   const std::int64_t numbers = bf16_ ? 8 : 4;
   const bool of_experts = config_.shared_inner == 0 && config_.inner % numbers == 0 &&
                           chooses_by_softmax(layer_config(config_).router);
   const bool of_dense = config_.first_dense == 0 || config_.dense_inner % numbers == 0;
-  return few_ && ranks_of(options) == nullptr && (!routes || of_experts) && of_dense;
+  return ranks_of(options) == nullptr && (!routes || of_experts) && of_dense;
 }
 
 PersistentLayer GpuCache::persistent_layer(std::int32_t l) const {
@@ -45,7 +44,7 @@ PersistentLayer GpuCache::persistent_layer(std::int32_t l) const {
 }
 
 bool GpuCache::reserve_for_one_kernel(const ModelOptions& options) {
-  if (!knows_one_kernel(options)) return false;
+  if (!few_ || !has_plain_experts(options)) return false;
   const auto size = [](std::int64_t value) { return static_cast<std::int32_t>(value); };
   const bool routes = config_.first_dense < config_.layers;
   const std::int64_t of_dense = config_.first_dense > 0 ? config_.dense_inner : 0;

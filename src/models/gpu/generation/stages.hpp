@@ -128,7 +128,9 @@ inline constexpr std::int32_t kMostRouted = 256;
 inline constexpr std::int32_t kMostChosen = 32;
 
 struct NormRouteArgs {
-  const float* x;  ///< [rows, size], size a multiple of 4.
+  const float* x;               ///< [rows, size], size a multiple of 4.
+  const void* delta = nullptr;  ///< [rows, size] compute type, or null: what is added to x first,
+  float* sum = nullptr;         ///< out [rows, size]: the two, where there is a delta.
   const float* weight;
   void* y;               ///< out [rows, size] compute type.
   const float* gate;     ///< [experts, size].
@@ -144,6 +146,7 @@ struct NormRouteArgs {
 };
 /// norm_rows(), and route() of its rows by a TopKRouter's softmax, without groups. For gates that a
 /// block reads in no time: a block has all experts of a row.
+inline constexpr std::int64_t kMostOfGate = 1 << 16;  ///< Numbers: 256 KB from the L2 cache.
 void norm_route(const NormRouteArgs& args);
 
 /// A logit and whose it is; id INT_MAX: none yet, -1: one was not a number.

@@ -1,6 +1,6 @@
-// A token step: one kernel where it can be, else a list of calls. Few rows: products with the norm
-// before them and the sum behind them in one kernel each, attention split over positions. Many:
-// cuBLASLt's products, as a forward.
+// A token step: one kernel or the stages of a batch where it can be, else a list of calls. Few
+// rows: products with the norm before them and the sum behind them in one kernel each, attention
+// split over positions. Many: cuBLASLt's products, as a forward.
 #include <cstring>
 
 #include "core/check.hpp"
@@ -70,10 +70,18 @@ void GpuCache::enqueue(const StepTools& tools) {
               .hidden = config_.hidden,
               .stream = tools.stream});
   for (std::int32_t l = 0; l < config_.layers; ++l) {
-    attention_step(l, tools);
-    block_step(l, tools);
+    if (is_batch_) {
+      batch_layer(l, tools);
+    } else {
+      attention_step(l, tools);
+      block_step(l, tools);
+    }
   }
-  head_step(tools);
+  if (is_batch_) {
+    batch_head(tools);
+  } else {
+    head_step(tools);
+  }
   likeliest({.logits = floats(logits_),
              .rows = batch_,
              .vocabulary = config_.vocabulary,
@@ -126,24 +134,7 @@ void GpuCache::attention_step(std::int32_t l, const StepTools& tools) {
     tools.products->forward(typed(norm_), parameters_->typed(tensors.qkv), typed(qkv_), batch_,
                             hidden, qkv, tools.stream, workspace_.data());
   }
-  attend({.qkv = qkv_.data(),
-          .q_weight = parameters_->value(tensors.q_norm),
-          .k_weight = parameters_->value(tensors.k_norm),
-          .cosine = tools.cosine,
-          .sine = tools.sine,
-          .epsilon = config_.norm_epsilon,
-          .cache = layer(l),
-          .place = place(),
-          .rows = batch_,
-          .heads = config_.heads,
-          .kv_heads = config_.kv_heads,
-          .head_dim = static_cast<std::int32_t>(config_.head_dim),
-          .splits = splits_,
-          .mixed = mixed_.data(),
-          .parts = floats(parts_),
-          .stats = floats(stats_),
-          .bf16 = bf16_,
-          .stream = tools.stream});
+  attend_step(l, tools);
   if (few_) {
     row_product({.mixed = mixed_.data(),
                  .parts = floats(parts_),
@@ -165,29 +156,59 @@ void GpuCache::attention_step(std::int32_t l, const StepTools& tools) {
   }
 }
 
+void GpuCache::attend_step(std::int32_t l, const StepTools& tools) {
+  const LayerTensors& tensors = host_->layer(l);
+  attend({.qkv = qkv_.data(),
+          .q_weight = parameters_->value(tensors.q_norm),
+          .k_weight = parameters_->value(tensors.k_norm),
+          .cosine = tools.cosine,
+          .sine = tools.sine,
+          .epsilon = config_.norm_epsilon,
+          .cache = layer(l),
+          .place = place(),
+          .rows = batch_,
+          .heads = config_.heads,
+          .kv_heads = config_.kv_heads,
+          .head_dim = static_cast<std::int32_t>(config_.head_dim),
+          .splits = splits_,
+          .mixed = mixed_.data(),
+          .parts = floats(parts_),
+          .stats = floats(stats_),
+          .bf16 = bf16_,
+          .stream = tools.stream});
+}
+
+/// Of middle_, or where rows are many of x_ and what attention has left, which then are middle_.
+void GpuCache::norm_route_step(std::int32_t l, const TopKRouter& router, const StepTools& tools) {
+  const LayerTensors& tensors = host_->layer(l);
+  const bool adds = !few_ && !is_batch_;
+  norm_route({.x = adds ? floats(x_) : floats(middle_),
+              .delta = adds ? attended_.data() : nullptr,
+              .sum = floats(middle_),
+              .weight = parameters_->value(tensors.norm2),
+              .y = norm_.data(),
+              .gate = parameters_->value(tensors.gate),
+              .bias = parameters_->buffer(tensors.bias),
+              .expert = reinterpret_cast<std::int32_t*>(expert_.data()),
+              .share = floats(share_),
+              .rows = batch_,
+              .size = config_.hidden,
+              .experts = config_.experts,
+              .top_k = router.top_k,
+              .renormalize = router.renormalize,
+              .scale = router.scale,
+              .epsilon = config_.norm_epsilon,
+              .bf16 = bf16_,
+              .stream = tools.stream});
+}
+
 void GpuCache::block_step(std::int32_t l, const StepTools& tools) {
   const LayerTensors& tensors = host_->layer(l);
   const std::int64_t weight = tensors.norm2;
   DeviceBlock& block = blocks_[static_cast<std::size_t>(l)];
   const bool routes = routes_ && !block.is_dense();
   if (routes) {
-    const TopKRouter& router = block.router().as_top_k();
-    norm_route({.x = floats(middle_),
-                .weight = parameters_->value(weight),
-                .y = norm_.data(),
-                .gate = parameters_->value(tensors.gate),
-                .bias = parameters_->buffer(tensors.bias),
-                .expert = reinterpret_cast<std::int32_t*>(expert_.data()),
-                .share = floats(share_),
-                .rows = batch_,
-                .size = config_.hidden,
-                .experts = config_.experts,
-                .top_k = router.top_k,
-                .renormalize = router.renormalize,
-                .scale = router.scale,
-                .epsilon = config_.norm_epsilon,
-                .bf16 = bf16_,
-                .stream = tools.stream});
+    norm_route_step(l, block.router().as_top_k(), tools);
   } else if (few_) {
     norm_rows({.x = floats(middle_),
                .weight = parameters_->value(weight),

@@ -4,6 +4,7 @@
 // the next piece before it uses the one it has, and reads the block's rows from shared memory.
 
 #include "core/gpu/ptx.cuh"
+#include "models/gpu/generation/mma_block.cuh"
 #include "models/gpu/generation/stages.hpp"
 #include "models/gpu/launch.cuh"
 
@@ -76,24 +77,6 @@ __device__ __forceinline__ void add_products(const WeightPiece<kRows>& piece, co
       }
     }
   }
-}
-
-/// Adds to a warp's m16n8 tile 32 columns: lane l has 16 bytes, l % 4 of 4, of rows l / 4 of both
-/// halves of its rows, and of row l / 4 of the other side. Which columns go together does not
-/// matter.
-__device__ __forceinline__ void multiply_block(const int4& upper, const int4& lower, const int4& x,
-                                               float (&sum)[4]) {
-  const auto bits = [](int v) { return static_cast<std::uint32_t>(v); };
-  const std::uint32_t first[4] = {bits(upper.x), bits(lower.x), bits(upper.y), bits(lower.y)};
-  const std::uint32_t second[4] = {bits(upper.z), bits(lower.z), bits(upper.w), bits(lower.w)};
-  ptx::mma_bf16(sum, first, bits(x.x), bits(x.y));
-  ptx::mma_bf16(sum, second, bits(x.z), bits(x.w));
-}
-
-/// Packs from one row to the next in shared memory: so that eight lanes that read 64 bytes of two
-/// rows have all banks.
-[[nodiscard]] __host__ __device__ constexpr int padded_packs(int packs) {
-  return packs + (12 - packs % 8) % 8;
 }
 
 /// Sums over a warp of kCount values each, a power of two of at most 32: lane l has that of value

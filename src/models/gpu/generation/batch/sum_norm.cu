@@ -1,0 +1,70 @@
+// What the experts have left is weighed and added to the residual stream, whose norm comes with it:
+// a block has a row, in registers.
+#include <algorithm>
+
+#include "models/gpu/generation/batch/tiles.cuh"
+
+namespace switchyard::models::gpu {
+namespace {
+
+constexpr int kMostThreads = 256;
+constexpr int kQuads = static_cast<int>(kMostBatchHidden) / (4 * kMostThreads);
+
+__global__ void __launch_bounds__(kMostThreads) sum_norm_kernel(SumNormArgs p) {
+  __shared__ float sums[kMostThreads / 32];
+  const int size = static_cast<int>(p.hidden), each = 4 * static_cast<int>(blockDim.x);
+  const int begin = 4 * static_cast<int>(threadIdx.x);
+  const int num_parts = p.parts == nullptr ? 0 : p.top_k;
+  let_weights_be_asked_for();
+  float weight[kQuads][4];
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    if (begin + q * each < size) load4(p.weight + begin + q * each, weight[q]);
+  }
+  wait_for_stages_in_front();
+  const std::int64_t row = std::int64_t{blockIdx.x} * size;
+  float v[kQuads][4];
+  float squares = 0;
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    const int column = begin + q * each;
+    if (column >= size) continue;
+    load4(p.x + row + column, v[q]);
+#pragma unroll 4
+    for (int k = 0; k < num_parts; ++k) {
+      const float share =
+          p.share == nullptr ? 1.0F : p.share[static_cast<int>(blockIdx.x) * num_parts + k];
+      float of[4];
+      load4(p.parts + row * num_parts + k * size + column, of);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[q][j] = fmaf(share, of[j], v[q][j]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) squares += v[q][j] * v[q][j];
+    if (p.sum != nullptr) store4(p.sum + row + column, v[q]);
+  }
+  squares = warp_sum(squares);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
+  __syncthreads();
+  float total = 0;
+  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) total += sums[w];
+  const float scale = 1.0F / sqrtf(total / static_cast<float>(size) + p.epsilon);
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    const int column = begin + q * each;
+    if (column >= size) continue;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[q][j] *= weight[q][j] * scale;
+    store4(static_cast<Bf16*>(p.y) + row + column, v[q]);
+  }
+}
+
+}  // namespace
+
+void sum_norm(const SumNormArgs& args) {
+  const std::int64_t threads = std::min<std::int64_t>((args.hidden + 127) / 128 * 32, kMostThreads);
+  launch_overlapped(sum_norm_kernel, static_cast<unsigned>(args.rows), static_cast<int>(threads), 0,
+                    args.stream, args);
+}
+
+}  // namespace switchyard::models::gpu
