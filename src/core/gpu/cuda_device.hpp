@@ -81,13 +81,13 @@ void launch_together(void (*kernel)(Params), int blocks, int threads, std::size_
   SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, params));
 }
 
-/// Launches `kernel`, on Hopper before the previous kernel of the stream has ended: it must call
-/// ptx::start_after_previous_kernel() before it touches what that one reads or writes. Unless
-/// `may`: then after its end, as everywhere else.
+/// Launches `kernel`, on Hopper where it `may` before the previous kernel of the stream has ended,
+/// however many blocks it has: it must call ptx::start_after_previous_kernel(), or its two halves,
+/// before it touches what that one reads or writes.
 template <typename... Params>
-void launch_overlapped_if(bool may, void (*kernel)(Params...), dim3 blocks, int threads,
-                          std::size_t shared_bytes, cudaStream_t stream,
-                          const std::type_identity_t<Params>&... params) {
+void launch_dependent(bool may, void (*kernel)(Params...), dim3 blocks, int threads,
+                      std::size_t shared_bytes, cudaStream_t stream,
+                      const std::type_identity_t<Params>&... params) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -97,12 +97,19 @@ void launch_overlapped_if(bool may, void (*kernel)(Params...), dim3 blocks, int 
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  // Later chips run the PTX of sm_80, which has no such wait. Many blocks would take the room of
-  // the kernel before (select of 4096 tokens, 512 blocks: 10.4 instead of 9.2 us).
-  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
-  const bool few = static_cast<int>(blocks.x * blocks.y) <= 2 * num_multiprocessors();
-  config.numAttrs = may && hopper && few ? 1 : 0;
+  // Later chips run the PTX of sm_80, which has no such wait.
+  config.numAttrs = may && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 ? 1 : 0;
   SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, params...));
+}
+
+/// The same of kernels of few blocks. Many would take the room of the kernel before (select of 4096
+/// tokens, 512 blocks: 10.4 instead of 9.2 us).
+template <typename... Params>
+void launch_overlapped_if(bool may, void (*kernel)(Params...), dim3 blocks, int threads,
+                          std::size_t shared_bytes, cudaStream_t stream,
+                          const std::type_identity_t<Params>&... params) {
+  const bool few = static_cast<int>(blocks.x * blocks.y) <= 2 * num_multiprocessors();
+  launch_dependent(may && few, kernel, blocks, threads, shared_bytes, stream, params...);
 }
 
 template <typename... Params>

@@ -12,10 +12,14 @@ template <typename T, int kLanes, int kGroup>
 __global__ void __launch_bounds__(32 * kWarps) attend_kernel(AttendArgs p) {
   using Block = AttendBlock<T, kLanes, kGroup, kWarps>;
   extern __shared__ int4 room[];
-  ptx::start_after_previous_kernel();
-  Block(p, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
-        *reinterpret_cast<typename Block::Room*>(room))
-      .run();
+  if (!p.cache_is_older) ptx::start_after_previous_kernel();
+  Block block(p, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+              *reinterpret_cast<typename Block::Room*>(room));
+  if (p.cache_is_older) {
+    block.ask_first(kAttendAhead);
+    ptx::start_after_previous_kernel();
+  }
+  block.run();
 }
 
 template <typename T, int kLanes>
@@ -27,8 +31,12 @@ void launch_lanes(const AttendArgs& args) {
                                        : sizeof(AttendRoom<T, kLanes, 4, kWarps>);
   if (bytes > (48U << 10U)) allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   const std::int64_t items = args.rows * args.kv_heads * ((of_kv + group - 1) / group);
-  launch_overlapped(kernel, dim3(static_cast<unsigned>(items), static_cast<unsigned>(args.splits)),
-                    32 * kWarps, bytes, args.stream, args);
+  const dim3 blocks(static_cast<unsigned>(items), static_cast<unsigned>(args.splits));
+  if (args.cache_is_older) {
+    launch_dependent(true, kernel, blocks, 32 * kWarps, bytes, args.stream, args);
+  } else {
+    launch_overlapped(kernel, blocks, 32 * kWarps, bytes, args.stream, args);
+  }
 }
 
 }  // namespace

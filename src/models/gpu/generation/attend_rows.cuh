@@ -59,9 +59,10 @@ struct AttendRoom {
 };
 
 /// An item of attend(), a stretch of its positions: kLanes threads have a position; kGroup heads of
-/// queries share what is read. Made, it has asked for what does not depend on the row: the first
-/// positions that are cached, not all of them, since who waits for other blocks by then reads
-/// behind what has been asked for. The room may be used again behind a barrier.
+/// queries share what is read. What does not depend on the row can be asked for before it is there:
+/// the angles, and the first positions that are cached. Not more of them, since who waits then, for
+/// other blocks or for the row, reads behind what has been asked for. The room may be used again
+/// behind a barrier.
 template <typename T, int kLanes, int kGroup, int kWarps>
 class AttendBlock {
  public:
@@ -78,12 +79,17 @@ class AttendBlock {
     const std::int64_t at = head * p_.cache.row + (column() < p_.cache.row ? column() : 0);
     keys_ = static_cast<const T*>(p_.cache.keys) + at;
     values_ = static_cast<const T*>(p_.cache.values) + at;
-    ask(0);
     load_angles();
   }
 
+  /// The row need not be there yet.
+  __device__ __forceinline__ void ask_first(int turns) {
+    for (; asked_ < turns; ++asked_) ask(asked_);
+  }
+
   __device__ __forceinline__ void run() {
-    for (int turn = 1; turn < kAttendAhead; ++turn) ask(turn);
+    load_row();
+    ask_first(kAttendAhead);
     prepare();
     __syncthreads();
     const float scale = kLog2e / sqrtf(static_cast<float>(p_.head_dim));
@@ -170,9 +176,27 @@ class AttendBlock {
       weight_[j][1] = weight == nullptr ? 1.0F : weight[half + i];
     }
   }
-  /// A warp normalises and turns a head, as rope() does but for the order of the squares' sum.
+  /// The head that this warp turns, or the row's value.
+  __device__ __forceinline__ void load_row() {
+    const bool has_value = appends_ && thread() / 32 == kGroup + 1;
+    if (p_.qkv == nullptr || !(turns_query() || turns_key() || has_value)) return;
+    int head = at_.first_head + thread() / 32;
+    if (turns_key()) head = p_.heads + at_.kv_head;
+    if (has_value) head = p_.heads + p_.kv_heads + at_.kv_head;
+    const std::int64_t heads = p_.heads + std::int64_t{2} * p_.kv_heads;
+    const T* const x = static_cast<const T*>(p_.qkv) + (at_.row * heads + head) * p_.head_dim;
+    const int half = p_.head_dim / 2;
+#pragma unroll
+    for (int j = 0; j < kAttendPairs; ++j) {
+      const int i = thread() % 32 + 32 * j;
+      if (i >= half) continue;
+      row_[j][0] = x[i];
+      row_[j][1] = x[half + i];
+    }
+  }
+  /// A warp normalises and turns its head, as rope() does but for the order of the squares' sum.
   template <class Store>
-  __device__ __forceinline__ void turn_head(const T* x, bool normed, const Store& put) const {
+  __device__ __forceinline__ void turn_head(bool normed, const Store& put) const {
     const int lane = thread() % 32, half = p_.head_dim / 2;
     float a[kAttendPairs] = {}, b[kAttendPairs] = {};
     float squares = 0;
@@ -180,8 +204,8 @@ class AttendBlock {
     for (int j = 0; j < kAttendPairs; ++j) {
       const int i = lane + 32 * j;
       if (i >= half) continue;
-      a[j] = to_float(x[i]);
-      b[j] = to_float(x[half + i]);
+      a[j] = to_float(row_[j][0]);
+      b[j] = to_float(row_[j][1]);
       squares += a[j] * a[j] + b[j] * b[j];
     }
     if (normed) {
@@ -218,13 +242,10 @@ class AttendBlock {
         for (int i = lane; i < dim; i += 32) q[i] = to_float(x[i]);
         return;
       }
-      const T* const x =
-          static_cast<const T*>(p_.qkv) + (at_.row * (of_both + p_.kv_heads) + head) * dim;
-      turn_head(x, p_.q_weight != nullptr, [&](int i, float v) { q[i] = rounded<T>(v); });
+      turn_head(p_.q_weight != nullptr, [&](int i, float v) { q[i] = rounded<T>(v); });
       return;
     }
     if (!appends_ || warp > kGroup + 1) return;
-    const T* const row = static_cast<const T*>(p_.qkv) + at_.row * (of_both + p_.kv_heads) * dim;
     const std::int64_t to =
         ((at_.sequence * p_.kv_heads + at_.kv_head) * p_.cache.capacity + at_.position) *
         p_.cache.row;
@@ -232,14 +253,18 @@ class AttendBlock {
     for (int i = dim + lane; i < Room::kSize; i += 32) fresh[i] = T(0.0F);
     if (warp == kGroup) {
       T* const key = static_cast<T*>(p_.cache.keys) + to;
-      turn_head(row + (p_.heads + at_.kv_head) * dim, p_.k_weight != nullptr, [&](int i, float v) {
+      turn_head(p_.k_weight != nullptr, [&](int i, float v) {
         store(key + i, v);
         store(fresh + i, v);
       });
     } else {
       T* const value = static_cast<T*>(p_.cache.values) + to;
-      for (int i = lane; i < dim; i += 32) {
-        value[i] = fresh[i] = row[(of_both + at_.kv_head) * dim + i];
+#pragma unroll
+      for (int j = 0; j < kAttendPairs; ++j) {
+        const int i = lane + 32 * j, half = dim / 2;
+        if (i >= half) continue;
+        value[i] = fresh[i] = row_[j][0];
+        value[half + i] = fresh[half + i] = row_[j][1];
       }
     }
   }
@@ -355,11 +380,13 @@ class AttendBlock {
   const AttendArgs& p_;
   Room& room_;
   AttendItem at_;
-  int split_, begin_, end_;  ///< Positions [begin, end) are read from the cache,
-  bool appends_;             ///< and the row's own behind them.
+  int split_, asked_ = 0;  ///< Turns that have been asked for.
+  int begin_, end_;        ///< Positions [begin, end) are read from the cache,
+  bool appends_;           ///< and the row's own behind them.
   const T* keys_;
   const T* values_;
   float cosine_[kAttendPairs] = {}, sine_[kAttendPairs] = {}, weight_[kAttendPairs][2] = {};
+  T row_[kAttendPairs][2];
   float q_[kGroup][kPack<T>], sum_[kGroup][kPack<T>] = {};
   float most_[kGroup], total_[kGroup] = {};
 };

@@ -1,15 +1,17 @@
 // The norm before the experts and their router in one kernel: a block has a row, which it
 // normalises into shared memory; a warp has the logits of every so manieth expert, the first warp
 // the choice.
-#include "core/gpu/ptx.cuh"
 #include "models/gpu/generation/choose_experts.cuh"
+#include "models/gpu/generation/overlap.cuh"
 #include "models/gpu/generation/stages.hpp"
 #include "models/gpu/launch.cuh"
 
 namespace switchyard::models::gpu {
 namespace {
 
-constexpr int kMostWarps = 32;
+constexpr int kMostWarps = 16;
+constexpr int kQuadsAhead =
+    8;  // of a lane: numbers of a warp's first expert that it asks for early
 
 template <typename T>
 __global__ void norm_route_kernel(NormRouteArgs p) {
@@ -20,7 +22,18 @@ __global__ void norm_route_kernel(NormRouteArgs p) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int num_warps = static_cast<int>(blockDim.x) / 32, size = static_cast<int>(p.size);
   const int each = 4 * static_cast<int>(blockDim.x), begin = 4 * static_cast<int>(threadIdx.x);
-  ptx::start_after_previous_kernel();
+  if (p.lets_next_begin) let_stage_behind_begin();
+  wait_for_stages_in_front();
+  if (!p.lets_next_begin) let_stage_behind_begin();
+  const auto load_gate = [&](int e, int first, float(&of)[kQuadsAhead][4]) {
+#pragma unroll
+    for (int q = 0; q < kQuadsAhead; ++q) {
+      const int i = first + 4 * lane + 128 * q;
+      if (i < size && e < p.experts) load4(p.gate + std::int64_t{e} * size + i, of[q]);
+    }
+  };
+  float gate[kQuadsAhead][4];
+  load_gate(warp, 0, gate);
   const float* const x = p.x + blockIdx.x * p.size;
   float squares = 0;
   for (int i = begin; i < size; i += each) {
@@ -58,16 +71,21 @@ __global__ void norm_route_kernel(NormRouteArgs p) {
     store4(row + i, v);
   }
   __syncthreads();
+#pragma unroll 1
   for (int e = warp; e < p.experts; e += num_warps) {
-    const float* const gate = p.gate + std::int64_t{e} * p.size;
     float sum = 0;
-#pragma unroll 4
-    for (int i = 4 * lane; i < size; i += 128) {
-      float a[4], b[4];
-      load4(gate + i, a);
-      load4(row + i, b);
+#pragma unroll 1
+    for (int first = 0; first < size; first += 128 * kQuadsAhead) {
+      if (e != warp || first > 0) load_gate(e, first, gate);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum = fmaf(a[j], b[j], sum);
+      for (int q = 0; q < kQuadsAhead; ++q) {
+        const int i = first + 4 * lane + 128 * q;
+        if (i >= size) continue;
+        float of_row[4];
+        load4(row + i, of_row);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum = fmaf(gate[q][j], of_row[j], sum);
+      }
     }
     sum = warp_sum(sum);
     if (lane == 0) logits[e] = sum;

@@ -64,7 +64,10 @@ struct AttendArgs {
   const void* turned = nullptr;
 
   CacheLayer cache{};
-  const CachePlace* place = nullptr;     ///< Or null: `first`.
+  const CachePlace* place = nullptr;  ///< Or null: `first`.
+  /// Place and cache were complete before the stage in front of this one began: they are read while
+  /// that one runs. With `qkv`.
+  bool cache_is_older = false;
   std::int64_t first = 0;                ///< Row r is at position first + r % positions.
   std::int64_t rows = 0, positions = 1;  ///< Of sequence r / positions.
   std::int32_t heads = 0, kv_heads = 0, head_dim = 0;
@@ -142,6 +145,7 @@ struct NormRouteArgs {
   bool renormalize;
   float scale, epsilon;
   bool bf16;
+  bool lets_next_begin = false;  ///< The stage behind touches only weights before its wait.
   cudaStream_t stream;
 };
 /// norm_rows(), and route() of its rows by a TopKRouter's softmax, without groups. For gates that a

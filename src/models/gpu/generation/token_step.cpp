@@ -166,6 +166,7 @@ void GpuCache::attend_step(std::int32_t l, const StepTools& tools) {
           .epsilon = config_.norm_epsilon,
           .cache = layer(l),
           .place = place(),
+          .cache_is_older = is_batch_ && l > 0,  // l - 1 has waited for what wrote them
           .rows = batch_,
           .heads = config_.heads,
           .kv_heads = config_.kv_heads,
@@ -199,6 +200,7 @@ void GpuCache::norm_route_step(std::int32_t l, const TopKRouter& router, const S
               .scale = router.scale,
               .epsilon = config_.norm_epsilon,
               .bf16 = bf16_,
+              .lets_next_begin = is_batch_,
               .stream = tools.stream});
 }
 

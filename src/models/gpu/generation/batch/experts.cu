@@ -8,30 +8,31 @@
 namespace switchyard::models::gpu {
 namespace {
 
-constexpr int kAhead = 8;  // blocks of columns of a warp whose weights are under way
+constexpr int kAhead = 4;  // blocks of columns of a warp whose weights are under way
 constexpr int kChunk = kAhead * kBlockPacks;
 /// Of an expert: registers for more would leave no room for a second kernel's blocks.
 constexpr int kTilesAtOnce = 4;
 constexpr int kMostSlots = static_cast<int>(kBatchRows * kMostChosen);
 
-/// The rows that have chosen this block's expert. Slot: row * top_k + k.
+/// The rows that have chosen this block's expert, and for which of theirs: row * top_k + k.
 struct OwnSlots {
   int count;
   std::uint16_t slot[kMostSlots];
+  std::uint8_t row[kMostSlots];
 };
 
-/// Slots that have chosen this block's expert, in any order, which no sum depends on. Of logits
-/// that are not numbers a row may have chosen an expert twice.
+/// In any order, which no sum depends on. Of logits that are not numbers a row may have chosen an
+/// expert twice.
 __device__ __forceinline__ void find_slots(const BatchExpertsArgs& p, OwnSlots& own) {
   const int slots = static_cast<int>(p.rows) * p.top_k, expert = static_cast<int>(blockIdx.y);
   if (threadIdx.x == 0) own.count = p.expert == nullptr ? slots : 0;
   __syncthreads();
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < slots; i += kBatchThreads) {
-    if (p.expert == nullptr) {
-      own.slot[i] = static_cast<std::uint16_t>(i);
-    } else if (p.expert[i] == expert) {
-      own.slot[atomicAdd(&own.count, 1)] = static_cast<std::uint16_t>(i);
-    }
+    if (p.expert != nullptr && p.expert[i] != expert) continue;
+    const int at = p.expert == nullptr ? i : atomicAdd(&own.count, 1);
+    own.slot[at] = static_cast<std::uint16_t>(i);
+    own.row[at] = static_cast<std::uint8_t>(i / p.top_k);
   }
   __syncthreads();
 }
@@ -40,14 +41,16 @@ __device__ __forceinline__ void find_slots(const BatchExpertsArgs& p, OwnSlots& 
 template <class RowOf>
 __device__ __forceinline__ void gather(const void* from, int count, int packs, const RowOf& row_of,
                                        int4* to) {
-  const int stride = padded_packs(packs);
-  for (int i = static_cast<int>(threadIdx.x); i < count * stride; i += kBatchThreads) {
-    const int row = i / stride, pack = i - row * stride;
-    const bool there = pack < packs;
-    ptx::cp_async_16(
-        ptx::shared_address(to + i),
-        static_cast<const int4*>(from) + std::int64_t{row_of(row)} * packs + (there ? pack : 0),
-        there ? 16 : 0);
+  const int stride = padded_packs(packs), lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+  for (int row = static_cast<int>(threadIdx.x) / 32; row < count; row += kBatchWarps) {
+    const int4* const of_row = static_cast<const int4*>(from) + std::int64_t{row_of(row)} * packs;
+#pragma unroll 2
+    for (int pack = lane; pack < stride; pack += 32) {
+      const bool there = pack < packs;
+      ptx::cp_async_16(ptx::shared_address(to + row * stride + pack), of_row + (there ? pack : 0),
+                       there ? 16 : 0);
+    }
   }
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
@@ -127,6 +130,24 @@ struct OwnTiles {
   }
 };
 
+/// Rows of weights that a thread of a block asks for into the L2 cache, of a matrix or of two.
+struct AskedRows {
+  const int4* first;
+  std::int64_t to_other;  ///< Packs; 0: one matrix.
+  int packs, next, end;   ///< Of a row; rows.
+
+  __device__ __forceinline__ void until(int row) {
+    const int to = min(row, end), count = (to - next) * packs;
+    if (count <= 0) return;
+    const int4* const from = first + std::int64_t{next} * packs;
+    ask_into_l2(from, count);
+    if (to_other != 0) ask_into_l2(from + to_other, count);
+    next = to;
+  }
+};
+/// How far ahead, in packs of 16 bytes; at least what the warps read at a time.
+constexpr int kAskedPacks = (96 << 10) / 16;
+
 // ---- gate and up: a tile is eight gate rows and their up rows, of a warp
 // -------------------------
 
@@ -138,7 +159,7 @@ __global__ void __launch_bounds__(kBatchThreads, 2)
   const int of = lane / 4, part = lane % 4;
   const int packs = static_cast<int>(p.h) / kPack<Bf16>, inner = static_cast<int>(p.i);
   const OwnTiles tiles((inner + 7) / 8);
-  let_weights_be_asked_for();
+  let_stage_behind_begin();
 
   const int4* const gates =
       static_cast<const int4*>(p.w13) + std::int64_t{2} * blockIdx.y * inner * packs + part;
@@ -146,6 +167,10 @@ __global__ void __launch_bounds__(kBatchThreads, 2)
     const int column = min(tile * 8 + of, inner - 1);
     return {gates + std::int64_t{column} * packs, inner * packs, tile < tiles.end ? packs : 0};
   };
+  const std::int64_t to_up = std::int64_t{inner} * packs;
+  AskedRows asked{gates - part, to_up, packs, tiles.first * 8, min(tiles.end * 8, inner)};
+  const int rows_ahead = max(8 * kBatchWarps, kAskedPacks / (2 * packs));
+  if (threadIdx.x == 0) asked.until(asked.next + rows_ahead);
   WeightsAhead ahead;
   ahead.begin(weights_of(tiles.first + warp), 0);
   wait_for_stages_in_front();
@@ -159,12 +184,13 @@ __global__ void __launch_bounds__(kBatchThreads, 2)
       __syncthreads();
     }
     gather(
-        p.x, count, packs, [&](int row) { return own.slot[base + row] / p.top_k; }, rows);
+        p.x, count, packs, [&](int row) { return own.row[base + row]; }, rows);
     by_tiles(count, [&](auto of_rows) {
       constexpr int kTiles = of_rows();
       const TileRows<kTiles> from(rows, count, packs);
 #pragma unroll 1
       for (int tile = tiles.first + warp; tile < tiles.end; tile += kBatchWarps) {
+        if (threadIdx.x == 0) asked.until((tile + kBatchWarps) * 8 + rows_ahead);
         float sum[kTiles][4] = {};
         multiply_tile<kTiles>(ahead, from, weights_of(tile), weights_of(tile + kBatchWarps), 0,
                               packs, sum);
@@ -202,7 +228,7 @@ __global__ void __launch_bounds__(kBatchThreads, 2)
   const int blocks = (packs + kBlockPacks - 1) / kBlockPacks;
   const int each = (blocks + warps_of_team - 1) / warps_of_team * kBlockPacks;
   const int begin = (warp - team * warps_of_team) * each, end = min(packs, begin + each);
-  let_weights_be_asked_for();
+  let_stage_behind_begin();
 
   const int4* const weights = static_cast<const int4*>(p.w2) +
                               std::int64_t{blockIdx.y} * hidden * packs + lane % kBlockPacks;
@@ -211,6 +237,10 @@ __global__ void __launch_bounds__(kBatchThreads, 2)
     return {weights + std::int64_t{out} * packs, out + 8 < hidden ? 8 * packs : 0,
             tile < tiles.end ? end : 0};
   };
+  AskedRows asked{weights - lane % kBlockPacks, 0, packs, tiles.first * kOutsOfTile,
+                  min(tiles.end * kOutsOfTile, hidden)};
+  const int rows_ahead = max(kOutsOfTile * teams, kAskedPacks / packs);
+  if (threadIdx.x == 0) asked.until(asked.next + rows_ahead);
   WeightsAhead ahead;
   ahead.begin(weights_of(tiles.first + team), begin);
   wait_for_stages_in_front();
@@ -229,6 +259,7 @@ __global__ void __launch_bounds__(kBatchThreads, 2)
       const TileRows<kTiles> from(rows, count, packs);
 #pragma unroll 1
       for (int round = tiles.first; round < tiles.end; round += teams) {
+        if (threadIdx.x == 0) asked.until((round + teams) * kOutsOfTile + rows_ahead);
         float sum[kTiles][4] = {};
         multiply_tile<kTiles>(ahead, from, weights_of(round + team),
                               weights_of(round + team + teams), begin, end, sum);
@@ -255,7 +286,8 @@ __global__ void __launch_bounds__(kBatchThreads, 2)
 
 // ---- launches ----------------------------------------------------------------------------------
 
-// Of shared memory for rows: so that blocks of both kernels stand on a multiprocessor together.
+// Of shared memory for rows: so that blocks of both kernels stand on a multiprocessor together, and
+// the second one asks for its weights while the first one runs.
 constexpr std::int64_t kRoomOfRows = 80 << 10;
 
 std::int64_t row_bytes(std::int64_t columns) {
@@ -297,7 +329,10 @@ bool batch_experts_fit(std::int64_t h, std::int64_t i) {
 
 void batch_gate_and_up(const BatchExpertsArgs& args) {
   const int at_once = rows_at_once(args.rows, args.h);
-  const auto bytes = static_cast<std::size_t>(at_once * row_bytes(args.h));
+  // More than half: two blocks on one multiprocessor would leave another one without, where that
+  // has no room yet.
+  const auto bytes =
+      static_cast<std::size_t>(std::max<std::int64_t>(at_once * row_bytes(args.h), 116 << 10));
   allow_most_shared_memory(reinterpret_cast<const void*>(gate_and_up_kernel));
   launch_overlapped(gate_and_up_kernel, blocks_of(args, (args.i + 7) / 8), kBatchThreads, bytes,
                     args.stream, args, at_once);

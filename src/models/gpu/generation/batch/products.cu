@@ -5,18 +5,21 @@
 namespace switchyard::models::gpu {
 namespace {
 
-constexpr int kAhead = 4;     // blocks of columns of a warp whose weights are under way,
-constexpr int kTogether = 2;  // and whose rows are
+constexpr int kAhead = 2;  // blocks of columns of a warp under way
 constexpr int kChunk = kAhead * kBatchWarps * kBlockPacks;
 
 template <int kTiles>
-__global__ void __launch_bounds__(kBatchThreads) batch_product_kernel(BatchProductArgs p) {
+__global__ void __launch_bounds__(kBatchThreads, 2) batch_product_kernel(BatchProductArgs p) {
   __shared__ TileSums<kTiles> sums[kBatchWarps];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int of = lane / 4, part = lane % 4;
   const int packs = static_cast<int>(p.in) / kPack<Bf16>, rows = static_cast<int>(p.rows);
   const int first = static_cast<int>(blockIdx.x) * kOutsOfTile, out = static_cast<int>(p.out);
-  let_weights_be_asked_for();
+  let_stage_behind_begin();
+  if (threadIdx.x == 0) {
+    ask_into_l2(static_cast<const int4*>(p.w) + std::int64_t{first} * packs,
+                min(kOutsOfTile, out - first) * packs);
+  }
 
   const int4* const weights =
       static_cast<const int4*>(p.w) + std::int64_t{first + of} * packs + part;
@@ -44,24 +47,21 @@ __global__ void __launch_bounds__(kBatchThreads) batch_product_kernel(BatchProdu
   float sum[kTiles][4] = {};
 #pragma unroll 1
   for (int chunk = 0; chunk < packs; chunk += kChunk) {
+    if (pack_of(chunk, 0) >= packs) break;  // of the whole warp
+    int4 of_x[kAhead][kTiles];
 #pragma unroll
-    for (int i = 0; i < kAhead; i += kTogether) {
-      if (pack_of(chunk, i) >= packs) break;  // of the whole warp
-      int4 of_x[kTogether][kTiles];
+    for (int i = 0; i < kAhead; ++i) {
+      const int pack = pack_of(chunk, i) + part;
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        const int pack = pack_of(chunk, i + j) + part;
+      for (int t = 0; t < kTiles; ++t) of_x[i][t] = x[from[t] + (pack < packs ? pack : 0)];
+    }
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) of_x[j][t] = x[from[t] + (pack < packs ? pack : 0)];
+    for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        multiply_block(ahead[i][0], ahead[i][1], of_x[i][t], sum[t]);
       }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          multiply_block(ahead[i + j][0], ahead[i + j][1], of_x[j][t], sum[t]);
-        }
-        load(pack_of(chunk + kChunk, i + j), ahead[i + j]);
-      }
+      load(pack_of(chunk + kChunk, i), ahead[i]);
     }
   }
 #pragma unroll

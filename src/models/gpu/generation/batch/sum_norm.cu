@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kMostThreads) sum_norm_kernel(SumNormArgs p) {
   const int size = static_cast<int>(p.hidden), each = 4 * static_cast<int>(blockDim.x);
   const int begin = 4 * static_cast<int>(threadIdx.x);
   const int num_parts = p.parts == nullptr ? 0 : p.top_k;
-  let_weights_be_asked_for();
+  let_stage_behind_begin();
   float weight[kQuads][4];
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) {

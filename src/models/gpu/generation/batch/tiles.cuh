@@ -1,13 +1,13 @@
 #pragma once
 
-// What the products of a batch's rows share: how a warp waits, and tiles of sums that warps leave
-// for each other.
+// What the products of a batch's rows share: tiles of sums that warps leave for each other.
 
 #include <type_traits>
 
 #include "core/gpu/ptx.cuh"
 #include "models/gpu/generation/batch/stages.hpp"
 #include "models/gpu/generation/mma_block.cuh"
+#include "models/gpu/generation/overlap.cuh"
 #include "models/gpu/generation/stages.hpp"
 #include "models/gpu/launch.cuh"
 
@@ -17,19 +17,6 @@ inline constexpr int kBatchWarps = 8, kBatchThreads = 32 * kBatchWarps;
 inline constexpr int kOutsOfTile = 16;  ///< Rows of weights of a tile,
 inline constexpr int kRowsOfTile = 8;   ///< and rows of x.
 inline constexpr int kBlockPacks = 4;   ///< Of 32 columns: 16 bytes a lane.
-
-/// First of all: the stages behind may ask for their weights too, as early as there is room.
-__device__ __forceinline__ void let_weights_be_asked_for() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  ptx::let_next_kernel_start();
-#endif
-}
-/// Until all stages in front have ended: before anything but weights is touched.
-__device__ __forceinline__ void wait_for_stages_in_front() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  ptx::wait_for_previous_kernel();
-#endif
-}
 
 /// Sums of 16 outputs of 8 kTiles rows that a warp leaves, an output beside the next; padded so
 /// that neither who leaves nor who fetches them meets another one in a bank.

@@ -138,7 +138,10 @@ class StepBlock {
     if (i >= items) return barrier_.wait();
     for (bool first = true; i < items; i += static_cast<int>(gridDim.x), first = false) {
       Block block(args, i / p_.splits, i % p_.splits, room);
-      if (first) barrier_.wait();
+      if (first) {
+        block.ask_first(1);
+        barrier_.wait();
+      }
       block.run();
       __syncthreads();
     }
