@@ -73,35 +73,40 @@ void GpuCache::batch_norm(std::int32_t l, const StepTools& tools) {
             .stream = tools.stream});
 }
 
-void GpuCache::batch_experts(std::int32_t l, const StepTools& tools) {
+BatchExpertsArgs GpuCache::experts_args(std::int32_t l, const StepTools& tools) const {
   const LayerTensors& tensors = host_->layer(l);
-  BatchExpertsArgs experts{.w13 = parameters_->typed(tensors.w13).data,
-                           .w2 = parameters_->typed(tensors.w2).data,
-                           .x = norm_.data(),
-                           .inner = inner_.data(),
-                           .parts = floats(expert_parts_),
-                           .rows = batch_,
-                           .h = config_.hidden,
-                           .stream = tools.stream};
+  BatchExpertsArgs args{.w13 = parameters_->typed(tensors.w13).data,
+                        .w2 = parameters_->typed(tensors.w2).data,
+                        .x = norm_.data(),
+                        .inner = inner_.data(),
+                        .parts = floats(expert_parts_),
+                        .rows = batch_,
+                        .h = config_.hidden,
+                        .i = config_.dense_inner,
+                        .stream = tools.stream};
+  if (config_.is_dense(l)) return args;
+  args.expert = reinterpret_cast<const std::int32_t*>(expert_.data());
+  args.num_experts = config_.experts;
+  args.top_k = layer_config(config_).router.top_k();
+  args.i = config_.inner;
+  return args;
+}
+
+void GpuCache::batch_experts(std::int32_t l, const StepTools& tools) {
   if (config_.is_dense(l)) {
     sum_norm({.x = floats(middle_),
-              .weight = parameters_->value(tensors.norm2),
+              .weight = parameters_->value(host_->layer(l).norm2),
               .y = norm_.data(),
               .rows = batch_,
               .hidden = config_.hidden,
               .epsilon = config_.norm_epsilon,
               .stream = tools.stream});
-    experts.i = config_.dense_inner;
   } else {
-    const RouterConfig router = layer_config(config_).router;
-    norm_route_step(l, router.as_top_k(), tools);
-    experts.expert = reinterpret_cast<const std::int32_t*>(expert_.data());
-    experts.num_experts = router.num_experts;
-    experts.top_k = router.top_k();
-    experts.i = config_.inner;
+    norm_route_step(l, layer_config(config_).router.as_top_k(), tools);
   }
-  batch_gate_and_up(experts);
-  batch_down(experts);
+  const BatchExpertsArgs args = experts_args(l, tools);
+  batch_gate_and_up(args);
+  batch_down(args);
 }
 
 void GpuCache::batch_head(const StepTools& tools) {

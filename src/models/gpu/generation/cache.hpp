@@ -77,6 +77,7 @@ class GpuCache final : public DeviceCache {
   void batch_layer(std::int32_t l, const StepTools& tools);
   void batch_norm(std::int32_t l, const StepTools& tools);
   void batch_experts(std::int32_t l, const StepTools& tools);
+  [[nodiscard]] BatchExpertsArgs experts_args(std::int32_t l, const StepTools& tools) const;
   void batch_head(const StepTools& tools);
 
   // token_step.cpp

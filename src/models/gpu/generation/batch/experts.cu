@@ -1,18 +1,39 @@
-// The experts of a batch's rows: a block has an expert and some of its columns, finds the rows that
-// have chosen it, and gathers them into shared memory, from where its warps multiply them.
+// The experts of a batch's rows: a block has an expert and some of its columns. A warp of it
+// streams weights into a ring in shared memory, also while the stage in front runs; the others find
+// the rows that have chosen the expert, gather them, and multiply them by a tile of weights each.
 #include <algorithm>
 
+#include "core/gpu/ptx.cuh"
 #include "experts/gpu/activation.cuh"
 #include "models/gpu/generation/batch/tiles.cuh"
 
 namespace switchyard::models::gpu {
 namespace {
 
-constexpr int kAhead = 4;  // blocks of columns of a warp whose weights are under way
-constexpr int kChunk = kAhead * kBlockPacks;
-/// Of an expert: registers for more would leave no room for a second kernel's blocks.
-constexpr int kTilesAtOnce = 4;
+constexpr int kConsumers = 8, kProducers = 4;  // warps
+constexpr int kConsumerThreads = 32 * kConsumers, kThreads = kConsumerThreads + 32 * kProducers;
+constexpr int kRowsOfProducer = kOutsOfTile / kProducers;
+constexpr int kMostPiece = 32;  // packs of a row in a stage, a lane each
+constexpr int kMostStages = 16;
+constexpr int kTilesAtOnce = 4;  // of an expert's rows
 constexpr int kMostSlots = static_cast<int>(kBatchRows * kMostChosen);
+constexpr int kBarrierBytes = 16 * kMostStages;  // full and empty of each stage
+
+/// The first product has tiles of eight gate rows and their up rows, the second of 16 outputs.
+template <bool kGated>
+constexpr int kTileColumns = kGated ? kOutsOfTile / 2 : kOutsOfTile;
+
+struct ExpertsKernelArgs {
+  const int4* w;               ///< [E, 2 I, H] or [E, H, I].
+  const int4* x;               ///< [rows, H] or [rows, top_k, I].
+  void* y;                     ///< out [rows, top_k, I] bf16 or [rows, top_k, H] f32.
+  const std::int32_t* expert;  ///< As BatchExpertsArgs has them.
+  int slots, top_k;
+  int packs, out;         ///< Packs of 16 bytes of a row of weights; columns.
+  int tiles_of_block;     ///< At most.
+  int piece, num_pieces;  ///< Packs of a row in a stage; how many make a row.
+  int num_stages, rows_at_once;
+};
 
 /// The rows that have chosen this block's expert, and for which of theirs: row * top_k + k.
 struct OwnSlots {
@@ -21,264 +42,253 @@ struct OwnSlots {
   std::uint8_t row[kMostSlots];
 };
 
-/// In any order, which no sum depends on. Of logits that are not numbers a row may have chosen an
-/// expert twice.
-__device__ __forceinline__ void find_slots(const BatchExpertsArgs& p, OwnSlots& own) {
-  const int slots = static_cast<int>(p.rows) * p.top_k, expert = static_cast<int>(blockIdx.y);
-  if (threadIdx.x == 0) own.count = p.expert == nullptr ? slots : 0;
-  __syncthreads();
+__device__ __forceinline__ void consumers_meet() { ptx::named_barrier(1, kConsumerThreads); }
+
+/// By the consumers, in any order, which no sum depends on. Of logits that are not numbers a row
+/// may have chosen an expert twice.
+__device__ __forceinline__ void find_slots(const ExpertsKernelArgs& p, OwnSlots& own) {
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < slots; i += kBatchThreads) {
-    if (p.expert != nullptr && p.expert[i] != expert) continue;
-    const int at = p.expert == nullptr ? i : atomicAdd(&own.count, 1);
+  for (int i = static_cast<int>(threadIdx.x); i < p.slots; i += kConsumerThreads) {
+    if (p.expert != nullptr && p.expert[i] != static_cast<int>(blockIdx.y)) continue;
+    const int at = atomicAdd(&own.count, 1);
     own.slot[at] = static_cast<std::uint16_t>(i);
     own.row[at] = static_cast<std::uint8_t>(i / p.top_k);
   }
-  __syncthreads();
 }
 
-/// Rows of `packs` 16 bytes into shared memory, padded_packs() apart, with zeros behind them.
+/// By the consumers: rows into shared memory, padded_packs() apart, with zeros behind them.
 template <class RowOf>
-__device__ __forceinline__ void gather(const void* from, int count, int packs, const RowOf& row_of,
+__device__ __forceinline__ void gather(const ExpertsKernelArgs& p, int count, const RowOf& row_of,
                                        int4* to) {
-  const int stride = padded_packs(packs), lane = static_cast<int>(threadIdx.x) % 32;
+  const int stride = padded_packs(p.packs), lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
-  for (int row = static_cast<int>(threadIdx.x) / 32; row < count; row += kBatchWarps) {
-    const int4* const of_row = static_cast<const int4*>(from) + std::int64_t{row_of(row)} * packs;
+  for (int row = static_cast<int>(threadIdx.x) / 32; row < count; row += kConsumers) {
+    const int4* const from = p.x + std::int64_t{row_of(row)} * p.packs;
 #pragma unroll 2
     for (int pack = lane; pack < stride; pack += 32) {
-      const bool there = pack < packs;
-      ptx::cp_async_16(ptx::shared_address(to + row * stride + pack), of_row + (there ? pack : 0),
+      const bool there = pack < p.packs;
+      ptx::cp_async_16(ptx::shared_address(to + row * stride + pack), from + (there ? pack : 0),
                        there ? 16 : 0);
     }
   }
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
-  __syncthreads();
+  consumers_meet();
 }
 
-/// A lane's two rows of weights of a tile, so many packs apart, and the pack before which it reads
-/// them.
-struct TileWeights {
-  const int4* upper;
-  int to_lower, end;
+/// Stages of a ring: a piece of the columns of 16 rows of weights each, padded_packs() apart. A
+/// tile is one warp's; the others come by too, or a barrier's parity would tell them nothing.
+class Ring {
+ public:
+  __device__ __forceinline__ Ring(const ExpertsKernelArgs& p, unsigned char* memory)
+      : barriers_(ptx::shared_address(memory)),
+        stages_(reinterpret_cast<int4*>(memory + kBarrierBytes)),
+        num_(p.num_stages),
+        packs_(kOutsOfTile * padded_packs(p.piece)) {}
+
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < num_; ++i) {
+      ptx::mbarrier_init(full(i), 32 * kProducers);
+      ptx::mbarrier_init(empty(i), kConsumers);
+    }
+  }
+  [[nodiscard]] __device__ __forceinline__ int num() const { return num_; }
+  [[nodiscard]] __device__ __forceinline__ std::uint32_t full(int slot) const {
+    return barriers_ + 16 * slot;
+  }
+  [[nodiscard]] __device__ __forceinline__ std::uint32_t empty(int slot) const {
+    return full(slot) + 8;
+  }
+  [[nodiscard]] __device__ __forceinline__ int4* stage(int slot) const {
+    return stages_ + slot * packs_;
+  }
+  [[nodiscard]] __device__ __forceinline__ int4* behind() const { return stage(num_); }
+
+ private:
+  std::uint32_t barriers_;
+  int4* stages_;
+  int num_, packs_;
 };
 
-/// A lane's weights of the next kAhead blocks of columns.
-struct WeightsAhead {
-  int4 of[kAhead][2];
-
-  __device__ __forceinline__ void load(int i, const TileWeights& from, int pack) {
-    const bool there = pack + static_cast<int>(threadIdx.x) % kBlockPacks < from.end;
-    const int4* const upper = from.upper + pack;
-    of[i][0] = there ? ptx::load_constant_16(upper) : int4{};
-    of[i][1] = there ? ptx::load_constant_16(upper + from.to_lower) : int4{};
+/// Where a role stands in the ring.
+struct Place {
+  int slot = 0;
+  std::uint32_t phase = 0;
+  __device__ __forceinline__ void go_on(int num) {
+    if (++slot < num) return;
+    slot = 0;
+    phase ^= 1U;
   }
-  __device__ __forceinline__ void begin(const TileWeights& from, int pack) {
+};
+
+/// What a producer warp does: some rows of stage after stage of the block's weights.
+template <bool kGated>
+class Producer {
+ public:
+  __device__ __forceinline__ Producer(const ExpertsKernelArgs& p, const Ring& ring, int first_tile,
+                                      int end_tile)
+      : p_(p), ring_(ring), first_(first_tile), end_(end_tile), tile_(first_tile) {
+    const int row = (static_cast<int>(threadIdx.x) / 32 - kConsumers) * kRowsOfProducer;
+    const std::int64_t matrix =
+        (kGated ? 2 : 1) * blockIdx.y + (row >= kColumns ? 1 : 0);  // gate or up
+    column_ = row % kColumns;
+    from_ = p.w + matrix * p.out * p.packs + lane();
+    to_ = static_cast<std::uint32_t>(16 * (row * padded_packs(p.piece) + lane()));
+  }
+
+  /// Of one pass over the weights.
+  [[nodiscard]] __device__ __forceinline__ int stages() const {
+    return (end_ - first_) * p_.num_pieces;
+  }
+  [[nodiscard]] __device__ __forceinline__ int issued() const { return issued_; }
+
+  __device__ __forceinline__ void issue() {
+    if (issued_ >= ring_.num()) ptx::mbarrier_wait(ring_.empty(at_.slot), at_.phase ^ 1U);
+    const int first = piece_ * p_.piece, column = tile_ * kColumns + column_;
+    if (lane() < min(p_.piece, p_.packs - first)) {
+      const int4* from = from_ + std::int64_t{column} * p_.packs + first;
+      std::uint32_t to = ptx::shared_address(ring_.stage(at_.slot)) + to_;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) load(i, from, pack + kBlockPacks * i);
+      for (int i = 0; i < kRowsOfProducer; ++i) {
+        const bool there = column + i < p_.out;  // else zeros
+        ptx::cp_async_16(to, there ? from : from_, there ? 16 : 0);
+        from += p_.packs;
+        to += static_cast<std::uint32_t>(16 * padded_packs(p_.piece));
+      }
+    }
+    ptx::cp_async_arrive(ring_.full(at_.slot));
+    ++issued_;
+    at_.go_on(ring_.num());
+    if (++piece_ < p_.num_pieces) return;
+    piece_ = 0;
+    if (++tile_ == end_) tile_ = first_;
   }
+
+ private:
+  static constexpr int kColumns = kTileColumns<kGated>;
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+  const ExpertsKernelArgs& p_;
+  const Ring& ring_;
+  int first_, end_, tile_, column_, piece_ = 0, issued_ = 0;
+  const int4* from_;
+  std::uint32_t to_;
+  Place at_;
 };
 
-/// Where a lane has its part of each tile's row; rows that there are not are another one.
+/// Sums of many tiles of rows have others to wait for; of few each has two.
 template <int kTiles>
-struct TileRows {
-  const int4* rows;
-  int at[kTiles];
-  __device__ __forceinline__ TileRows(const int4* first, int count, int packs) : rows(first) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, stride = padded_packs(packs);
+constexpr int kChains = kTiles < kTilesAtOnce ? 2 : 1;
+
+/// Adds the products of a stage: `x` are a lane's packs of its rows at the stage's first column.
+template <int kTiles>
+__device__ __forceinline__ void multiply_stage(const int4* w, int lower, int packs, const int4* x,
+                                               const int (&row)[kTiles],
+                                               float (&sum)[kChains<kTiles>][kTiles][4]) {
+  const int part = static_cast<int>(threadIdx.x) % kBlockPacks;
+  const auto bits = [](int v) { return static_cast<std::uint32_t>(v); };
+#pragma unroll 2
+  for (int pack = 0; pack < packs; pack += kBlockPacks) {
+    const bool inside = pack + part < packs;  // behind it lies what a stage before had
+    const int4 up = inside ? w[pack] : int4{}, low = inside ? w[pack + lower] : int4{};
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      at[t] = min(t * kRowsOfTile + lane / 4, count - 1) * stride + lane % kBlockPacks;
-    }
-  }
-};
-
-/// Adds the products of packs [begin, end) of a tile, of which the first are under way, as
-/// afterwards those of `then` are.
-template <int kTiles>
-__device__ __forceinline__ void multiply_tile(WeightsAhead& ahead, const TileRows<kTiles>& x,
-                                              const TileWeights& now, const TileWeights& then,
-                                              int begin, int end, float (&sum)[kTiles][4]) {
-#pragma unroll 1
-  for (int chunk = begin; chunk < end; chunk += kChunk) {
-    const bool last = chunk + kChunk >= end;
-    const TileWeights next{last ? then.upper : now.upper, last ? then.to_lower : now.to_lower,
-                           last ? then.end : now.end};
-    const int from = last ? begin : chunk + kChunk;
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int pack = chunk + kBlockPacks * i;
-      if (pack < end) {
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          multiply_block(ahead.of[i][0], ahead.of[i][1], x.rows[x.at[t] + pack], sum[t]);
-        }
-      }
-      ahead.load(i, next, from + kBlockPacks * i);
+      const int4 of_x = x[row[t] + pack];
+      const std::uint32_t first[4] = {bits(up.x), bits(low.x), bits(up.y), bits(low.y)};
+      const std::uint32_t second[4] = {bits(up.z), bits(low.z), bits(up.w), bits(low.w)};
+      ptx::mma_bf16(sum[0][t], first, bits(of_x.x), bits(of_x.y));
+      ptx::mma_bf16(sum[kChains<kTiles> - 1][t], second, bits(of_x.z), bits(of_x.w));
     }
   }
 }
 
-/// Tiles that are this block's, of `all` of an expert.
-struct OwnTiles {
-  int first, end;
-  __device__ __forceinline__ explicit OwnTiles(int all) {
-    const int blocks = static_cast<int>(gridDim.x), each = (all + blocks - 1) / blocks;
-    first = min(all, static_cast<int>(blockIdx.x) * each);
-    end = min(all, first + each);
-  }
-};
-
-/// Rows of weights that a thread of a block asks for into the L2 cache, of a matrix or of two.
-struct AskedRows {
-  const int4* first;
-  std::int64_t to_other;  ///< Packs; 0: one matrix.
-  int packs, next, end;   ///< Of a row; rows.
-
-  __device__ __forceinline__ void until(int row) {
-    const int to = min(row, end), count = (to - next) * packs;
-    if (count <= 0) return;
-    const int4* const from = first + std::int64_t{next} * packs;
-    ask_into_l2(from, count);
-    if (to_other != 0) ask_into_l2(from + to_other, count);
-    next = to;
-  }
-};
-/// How far ahead, in packs of 16 bytes; at least what the warps read at a time.
-constexpr int kAskedPacks = (96 << 10) / 16;
-
-// ---- gate and up: a tile is eight gate rows and their up rows, of a warp
-// -------------------------
-
-__global__ void __launch_bounds__(kBatchThreads, 2)
-    gate_and_up_kernel(BatchExpertsArgs p, int rows_at_once) {
-  extern __shared__ int4 rows[];
+template <bool kGated>
+__global__ void __launch_bounds__(kThreads, 2) experts_kernel(ExpertsKernelArgs p) {
+  extern __shared__ __align__(128) unsigned char memory[];
   __shared__ OwnSlots own;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int of = lane / 4, part = lane % 4;
-  const int packs = static_cast<int>(p.h) / kPack<Bf16>, inner = static_cast<int>(p.i);
-  const OwnTiles tiles((inner + 7) / 8);
+  const int part = lane % kBlockPacks;
+  const int all_tiles = (p.out + kTileColumns<kGated> - 1) / kTileColumns<kGated>;
+  const int first_tile = min(all_tiles, static_cast<int>(blockIdx.x) * p.tiles_of_block);
+  const int end_tile = min(all_tiles, first_tile + p.tiles_of_block);
+  const Ring ring(p, memory);
   let_stage_behind_begin();
-
-  const int4* const gates =
-      static_cast<const int4*>(p.w13) + std::int64_t{2} * blockIdx.y * inner * packs + part;
-  const auto weights_of = [&](int tile) -> TileWeights {
-    const int column = min(tile * 8 + of, inner - 1);
-    return {gates + std::int64_t{column} * packs, inner * packs, tile < tiles.end ? packs : 0};
-  };
-  const std::int64_t to_up = std::int64_t{inner} * packs;
-  AskedRows asked{gates - part, to_up, packs, tiles.first * 8, min(tiles.end * 8, inner)};
-  const int rows_ahead = max(8 * kBatchWarps, kAskedPacks / (2 * packs));
-  if (threadIdx.x == 0) asked.until(asked.next + rows_ahead);
-  WeightsAhead ahead;
-  ahead.begin(weights_of(tiles.first + warp), 0);
+  if (threadIdx.x == 0) {
+    own.count = 0;
+    ring.init();
+  }
+  __syncthreads();
+  if (warp >= kConsumers) {
+    Producer<kGated> producer(p, ring, first_tile, end_tile);
+    const int at_once = min(ring.num(), producer.stages());
+    while (producer.issued() < at_once) producer.issue();
+    wait_for_stages_in_front();
+    __syncthreads();  // slots have been found
+    const int passes = (own.count + p.rows_at_once - 1) / p.rows_at_once;
+    while (producer.issued() < passes * producer.stages()) producer.issue();
+    ptx::cp_async_wait<0>();
+    return;
+  }
   wait_for_stages_in_front();
   find_slots(p, own);
+  __syncthreads();
 
-  Bf16* const to = static_cast<Bf16*>(p.inner);
-  for (int base = 0; base < own.count; base += rows_at_once) {
-    const int count = min(rows_at_once, own.count - base);
-    if (base > 0) {
-      ahead.begin(weights_of(tiles.first + warp), 0);
-      __syncthreads();
-    }
+  int4* const rows = ring.behind();
+  const int stride = padded_packs(p.packs), w_stride = padded_packs(p.piece);
+  Place at;
+  for (int base = 0; base < own.count; base += p.rows_at_once) {
+    const int count = min(p.rows_at_once, own.count - base);
+    if (base > 0) consumers_meet();
     gather(
-        p.x, count, packs, [&](int row) { return own.row[base + row]; }, rows);
+        p, count, [&](int i) { return kGated ? own.row[base + i] : own.slot[base + i]; }, rows);
     by_tiles(count, [&](auto of_rows) {
       constexpr int kTiles = of_rows();
-      const TileRows<kTiles> from(rows, count, packs);
+      constexpr bool kHasTwo = kChains<kTiles> == 2;
+      int row[kTiles];  // rows that there are not are another one
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        row[t] = min(t * kRowsOfTile + lane / 4, count - 1) * stride + part;
+      }
 #pragma unroll 1
-      for (int tile = tiles.first + warp; tile < tiles.end; tile += kBatchWarps) {
-        if (threadIdx.x == 0) asked.until((tile + kBatchWarps) * 8 + rows_ahead);
-        float sum[kTiles][4] = {};
-        multiply_tile<kTiles>(ahead, from, weights_of(tile), weights_of(tile + kBatchWarps), 0,
-                              packs, sum);
-        // Gate and up of a column of this lane's with rows 2 part and the next of each tile.
-        const int column = tile * 8 + of;
-        if (column >= inner) continue;
+      for (int tile = first_tile; tile < end_tile; ++tile) {
+        const bool is_own = (tile - first_tile) % kConsumers == warp;
+        float sum[kChains<kTiles>][kTiles][4] = {};
+#pragma unroll 1
+        for (int piece = 0; piece < p.num_pieces; ++piece) {
+          ptx::mbarrier_wait(ring.full(at.slot), at.phase);
+          if (is_own) {
+            multiply_stage<kTiles>(ring.stage(at.slot) + lane / 4 * w_stride + part, 8 * w_stride,
+                                   min(p.piece, p.packs - piece * p.piece), rows + piece * p.piece,
+                                   row, sum);
+          }
+          __syncwarp();
+          if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.slot));
+          at.go_on(ring.num());
+        }
+        if (!is_own) continue;
+        const int column = tile * kTileColumns<kGated> + lane / 4;
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const int row = t * kRowsOfTile + 2 * part + j;
-            if (row >= count) continue;
-            store(to + std::int64_t{own.slot[base + row]} * inner + column,
-                  activate<Activation::kSilu, true>(sum[t][j], sum[t][2 + j], {}));
+            const int i = t * kRowsOfTile + 2 * part + j;
+            if (i >= count) continue;
+            const std::int64_t to = std::int64_t{own.slot[base + i]} * p.out + column;
+            float upper = sum[0][t][j], lower = sum[0][t][2 + j];
+            if constexpr (kHasTwo) {
+              upper += sum[1][t][j];
+              lower += sum[1][t][2 + j];
+            }
+            if constexpr (kGated) {
+              if (column >= p.out) continue;
+              store(static_cast<Bf16*>(p.y) + to,
+                    activate<Activation::kSilu, true>(upper, lower, {}));
+            } else {
+              if (column < p.out) static_cast<float*>(p.y)[to] = upper;
+              if (column + 8 < p.out) static_cast<float*>(p.y)[to + 8] = lower;
+            }
           }
         }
-      }
-    });
-  }
-}
-
-// ---- down: a tile is 16 outputs, of a team of warps that share the columns
-// -----------------------
-
-__global__ void __launch_bounds__(kBatchThreads, 2)
-    down_kernel(BatchExpertsArgs p, int rows_at_once, int warps_of_team) {
-  extern __shared__ int4 rows[];
-  __shared__ OwnSlots own;
-  __shared__ TileSums<kTilesAtOnce> sums[kBatchWarps];
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int packs = static_cast<int>(p.i) / kPack<Bf16>, hidden = static_cast<int>(p.h);
-  const int teams = kBatchWarps / warps_of_team, team = warp / warps_of_team;
-  const OwnTiles tiles((hidden + kOutsOfTile - 1) / kOutsOfTile);
-  // Of the team's columns this warp's.
-  const int blocks = (packs + kBlockPacks - 1) / kBlockPacks;
-  const int each = (blocks + warps_of_team - 1) / warps_of_team * kBlockPacks;
-  const int begin = (warp - team * warps_of_team) * each, end = min(packs, begin + each);
-  let_stage_behind_begin();
-
-  const int4* const weights = static_cast<const int4*>(p.w2) +
-                              std::int64_t{blockIdx.y} * hidden * packs + lane % kBlockPacks;
-  const auto weights_of = [&](int tile) -> TileWeights {
-    const int out = min(tile * kOutsOfTile + lane / 4, hidden - 1);
-    return {weights + std::int64_t{out} * packs, out + 8 < hidden ? 8 * packs : 0,
-            tile < tiles.end ? end : 0};
-  };
-  AskedRows asked{weights - lane % kBlockPacks, 0, packs, tiles.first * kOutsOfTile,
-                  min(tiles.end * kOutsOfTile, hidden)};
-  const int rows_ahead = max(kOutsOfTile * teams, kAskedPacks / packs);
-  if (threadIdx.x == 0) asked.until(asked.next + rows_ahead);
-  WeightsAhead ahead;
-  ahead.begin(weights_of(tiles.first + team), begin);
-  wait_for_stages_in_front();
-  find_slots(p, own);
-
-  for (int base = 0; base < own.count; base += rows_at_once) {
-    const int count = min(rows_at_once, own.count - base);
-    if (base > 0) {
-      ahead.begin(weights_of(tiles.first + team), begin);
-      __syncthreads();
-    }
-    gather(
-        p.inner, count, packs, [&](int row) { return own.slot[base + row]; }, rows);
-    by_tiles(count, [&](auto of_rows) {
-      constexpr int kTiles = of_rows();
-      const TileRows<kTiles> from(rows, count, packs);
-#pragma unroll 1
-      for (int round = tiles.first; round < tiles.end; round += teams) {
-        if (threadIdx.x == 0) asked.until((round + teams) * kOutsOfTile + rows_ahead);
-        float sum[kTiles][4] = {};
-        multiply_tile<kTiles>(ahead, from, weights_of(round + team),
-                              weights_of(round + team + teams), begin, end, sum);
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) sums[warp].leave(t, sum[t]);
-        __syncthreads();
-        const int of_team = count * kOutsOfTile;
-        for (int i = static_cast<int>(threadIdx.x); i < teams * of_team; i += kBatchThreads) {
-          const int whose = i / of_team, row = (i - whose * of_team) / kOutsOfTile;
-          const int column = i % kOutsOfTile;
-          const int out = (round + whose) * kOutsOfTile + column;
-          if (round + whose >= tiles.end || out >= hidden) continue;
-          float total = 0;
-          for (int w = 0; w < warps_of_team; ++w) {
-            total += sums[whose * warps_of_team + w].sum[row][column];
-          }
-          p.parts[std::int64_t{own.slot[base + row]} * hidden + out] = total;
-        }
-        __syncthreads();
       }
     });
   }
@@ -286,39 +296,55 @@ __global__ void __launch_bounds__(kBatchThreads, 2)
 
 // ---- launches ----------------------------------------------------------------------------------
 
-// Of shared memory for rows: so that blocks of both kernels stand on a multiprocessor together, and
-// the second one asks for its weights while the first one runs.
-constexpr std::int64_t kRoomOfRows = 80 << 10;
+/// Shared memory of a block: so that one of each kernel stands on a multiprocessor, and the second
+/// one asks for its weights while the first one runs.
+template <bool kGated>
+constexpr std::int64_t kRoom = (kGated ? 118 : 92) << 10;
+constexpr std::int64_t kRoomOfRows = 52 << 10;
 
 std::int64_t row_bytes(std::int64_t columns) {
   return std::int64_t{16} * padded_packs(static_cast<int>(columns) / kPack<Bf16>);
 }
 
-/// Rows that a block gathers at a time; for an expert that more have chosen it reads its weights
-/// once more.
-int rows_at_once(std::int64_t rows, std::int64_t columns) {
-  const std::int64_t tiles = (rows + kRowsOfTile - 1) / kRowsOfTile;
-  const std::int64_t most = kRoomOfRows / row_bytes(columns) / kRowsOfTile;
-  return kRowsOfTile * static_cast<int>(std::min({tiles, most, std::int64_t{kTilesAtOnce}}));
-}
-
-dim3 blocks_of(const BatchExpertsArgs& args, std::int64_t tiles) {
-  const std::int64_t of_expert =
+template <bool kGated>
+void launch_experts(const BatchExpertsArgs& args, const void* w, const void* x, void* y,
+                    std::int64_t in, std::int64_t out) {
+  constexpr std::int64_t kPiece = kMostPiece * kPack<Bf16>, kLeastStages = 4;
+  const std::int64_t tiles = (out + kTileColumns<kGated> - 1) / kTileColumns<kGated>;
+  const std::int64_t blocks =
       std::clamp<std::int64_t>(num_multiprocessors() / args.num_experts, 1, tiles);
-  return {static_cast<unsigned>(of_expert), static_cast<unsigned>(args.num_experts)};
-}
-
-/// As leaves the fewest blocks of columns for a warp, one after the other.
-int choose_team(std::int64_t tiles_of_block, std::int64_t column_blocks) {
-  const auto cost = [&](std::int64_t warps) {
-    const std::int64_t teams = kBatchWarps / warps;
-    return (tiles_of_block + teams - 1) / teams * ((column_blocks + warps - 1) / warps);
-  };
-  int best = 1;
-  for (const int warps : {2, 4, 8}) {
-    if (cost(warps) < cost(best)) best = warps;
-  }
-  return best;
+  // Of an expert that more rows have chosen the weights are read once more.
+  const std::int64_t at_once =
+      std::min({(args.rows + kRowsOfTile - 1) / kRowsOfTile,
+                kRoomOfRows / row_bytes(in) / kRowsOfTile, std::int64_t{kTilesAtOnce}}) *
+      kRowsOfTile;
+  const std::int64_t pieces = (in + kPiece - 1) / kPiece;
+  const std::int64_t piece = ((in + pieces - 1) / pieces + 31) / 32 * 32;
+  const std::int64_t left = kRoom<kGated> - kBarrierBytes - at_once * row_bytes(in);
+  const std::int64_t of_stage = kOutsOfTile * row_bytes(piece);
+  const std::int64_t stages = std::clamp<std::int64_t>(left / of_stage, kLeastStages, kMostStages);
+  const ExpertsKernelArgs params{.w = static_cast<const int4*>(w),
+                                 .x = static_cast<const int4*>(x),
+                                 .y = y,
+                                 .expert = args.expert,
+                                 .slots = static_cast<int>(args.rows * args.top_k),
+                                 .top_k = args.top_k,
+                                 .packs = static_cast<int>(in) / kPack<Bf16>,
+                                 .out = static_cast<int>(out),
+                                 .tiles_of_block = static_cast<int>((tiles + blocks - 1) / blocks),
+                                 .piece = static_cast<int>(piece) / kPack<Bf16>,
+                                 .num_pieces = static_cast<int>((in + piece - 1) / piece),
+                                 .num_stages = static_cast<int>(stages),
+                                 .rows_at_once = static_cast<int>(at_once)};
+  // Of the first kernel more than half of a multiprocessor: two blocks on one would leave another
+  // without, where that one has no room yet.
+  const std::int64_t bytes = kBarrierBytes + stages * of_stage + at_once * row_bytes(in);
+  allow_most_shared_memory(reinterpret_cast<const void*>(experts_kernel<kGated>));
+  launch_overlapped(experts_kernel<kGated>,
+                    dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(args.num_experts)),
+                    kThreads,
+                    static_cast<std::size_t>(kGated ? std::max(bytes, kRoom<kGated>) : bytes),
+                    args.stream, params);
 }
 
 }  // namespace
@@ -328,24 +354,11 @@ bool batch_experts_fit(std::int64_t h, std::int64_t i) {
 }
 
 void batch_gate_and_up(const BatchExpertsArgs& args) {
-  const int at_once = rows_at_once(args.rows, args.h);
-  // More than half: two blocks on one multiprocessor would leave another one without, where that
-  // has no room yet.
-  const auto bytes =
-      static_cast<std::size_t>(std::max<std::int64_t>(at_once * row_bytes(args.h), 116 << 10));
-  allow_most_shared_memory(reinterpret_cast<const void*>(gate_and_up_kernel));
-  launch_overlapped(gate_and_up_kernel, blocks_of(args, (args.i + 7) / 8), kBatchThreads, bytes,
-                    args.stream, args, at_once);
+  launch_experts<true>(args, args.w13, args.x, args.inner, args.h, args.i);
 }
 
 void batch_down(const BatchExpertsArgs& args) {
-  const int at_once = rows_at_once(args.rows, args.i);
-  const auto bytes = static_cast<std::size_t>(at_once * row_bytes(args.i));
-  const std::int64_t tiles = (args.h + kOutsOfTile - 1) / kOutsOfTile;
-  const dim3 blocks = blocks_of(args, tiles);
-  const int team = choose_team((tiles + blocks.x - 1) / blocks.x, (args.i + 31) / 32);
-  allow_most_shared_memory(reinterpret_cast<const void*>(down_kernel));
-  launch_overlapped(down_kernel, blocks, kBatchThreads, bytes, args.stream, args, at_once, team);
+  launch_experts<false>(args, args.w2, args.inner, args.parts, args.i, args.h);
 }
 
 }  // namespace switchyard::models::gpu

@@ -13,7 +13,7 @@
 
 namespace switchyard::models::gpu {
 
-inline constexpr int kBatchWarps = 8, kBatchThreads = 32 * kBatchWarps;
+inline constexpr int kBatchWarps = 16, kBatchThreads = 32 * kBatchWarps;
 inline constexpr int kOutsOfTile = 16;  ///< Rows of weights of a tile,
 inline constexpr int kRowsOfTile = 8;   ///< and rows of x.
 inline constexpr int kBlockPacks = 4;   ///< Of 32 columns: 16 bytes a lane.
