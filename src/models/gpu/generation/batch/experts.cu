@@ -56,11 +56,17 @@ __device__ __forceinline__ void find_slots(const ExpertsKernelArgs& p, OwnSlots&
   }
 }
 
-/// By the consumers: rows into shared memory, padded_packs() apart, with zeros behind them.
+/// Packs from one row to the next: whole blocks of 32 columns, and an odd number, so that eight
+/// rows that are read together have all banks.
+[[nodiscard]] __host__ __device__ constexpr int row_stride(int packs) {
+  return (packs + kBlockPacks - 1) / kBlockPacks * kBlockPacks + 1;
+}
+
+/// By the consumers: rows into shared memory, row_stride() apart, with zeros behind them.
 template <class RowOf>
 __device__ __forceinline__ void gather(const ExpertsKernelArgs& p, int count, const RowOf& row_of,
                                        int4* to) {
-  const int stride = padded_packs(p.packs), lane = static_cast<int>(threadIdx.x) % 32;
+  const int stride = row_stride(p.packs), lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
   for (int row = static_cast<int>(threadIdx.x) / 32; row < count; row += kConsumers) {
     const int4* const from = p.x + std::int64_t{row_of(row)} * p.packs;
@@ -76,7 +82,7 @@ __device__ __forceinline__ void gather(const ExpertsKernelArgs& p, int count, co
   consumers_meet();
 }
 
-/// Stages of a ring: a piece of the columns of 16 rows of weights each, padded_packs() apart. A
+/// Stages of a ring: a piece of the columns of 16 rows of weights each, row_stride() apart. A
 /// tile is one warp's; the others come by too, or a barrier's parity would tell them nothing.
 class Ring {
  public:
@@ -84,7 +90,7 @@ class Ring {
       : barriers_(ptx::shared_address(memory)),
         stages_(reinterpret_cast<int4*>(memory + kBarrierBytes)),
         num_(p.num_stages),
-        packs_(kOutsOfTile * padded_packs(p.piece)) {}
+        packs_(kOutsOfTile * row_stride(p.piece)) {}
 
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < num_; ++i) {
@@ -133,7 +139,7 @@ class Producer {
         (kGated ? 2 : 1) * blockIdx.y + (row >= kColumns ? 1 : 0);  // gate or up
     column_ = row % kColumns;
     from_ = p.w + matrix * p.out * p.packs + lane();
-    to_ = static_cast<std::uint32_t>(16 * (row * padded_packs(p.piece) + lane()));
+    to_ = static_cast<std::uint32_t>(16 * (row * row_stride(p.piece) + lane()));
   }
 
   /// Of one pass over the weights.
@@ -145,15 +151,16 @@ class Producer {
   __device__ __forceinline__ void issue() {
     if (issued_ >= ring_.num()) ptx::mbarrier_wait(ring_.empty(at_.slot), at_.phase ^ 1U);
     const int first = piece_ * p_.piece, column = tile_ * kColumns + column_;
-    if (lane() < min(p_.piece, p_.packs - first)) {
+    const int packs = min(p_.piece, p_.packs - first);
+    if (lane() < row_stride(packs) - 1) {  // a whole block, with zeros
       const int4* from = from_ + std::int64_t{column} * p_.packs + first;
       std::uint32_t to = ptx::shared_address(ring_.stage(at_.slot)) + to_;
 #pragma unroll
       for (int i = 0; i < kRowsOfProducer; ++i) {
-        const bool there = column + i < p_.out;  // else zeros
+        const bool there = column + i < p_.out && lane() < packs;
         ptx::cp_async_16(to, there ? from : from_, there ? 16 : 0);
         from += p_.packs;
-        to += static_cast<std::uint32_t>(16 * padded_packs(p_.piece));
+        to += static_cast<std::uint32_t>(16 * row_stride(p_.piece));
       }
     }
     ptx::cp_async_arrive(ring_.full(at_.slot));
@@ -180,30 +187,30 @@ class Producer {
 template <int kTiles>
 constexpr int kChains = kTiles < kTilesAtOnce ? 2 : 1;
 
-/// Adds the products of a stage: `x` are a lane's packs of its rows at the stage's first column.
+/// Adds the products of a stage's packs. `w` and `x`: what this lane tells of 8 x 8 matrices, which
+/// are the halves of both sides' rows and columns, at the stage's first column.
 template <int kTiles>
-__device__ __forceinline__ void multiply_stage(const int4* w, int lower, int packs, const int4* x,
-                                               const int (&row)[kTiles],
+__device__ __forceinline__ void multiply_stage(std::uint32_t w, int packs, std::uint32_t x,
+                                               const std::uint32_t (&row)[kTiles],
                                                float (&sum)[kChains<kTiles>][kTiles][4]) {
-  const int part = static_cast<int>(threadIdx.x) % kBlockPacks;
-  const auto bits = [](int v) { return static_cast<std::uint32_t>(v); };
 #pragma unroll 2
   for (int pack = 0; pack < packs; pack += kBlockPacks) {
-    const bool inside = pack + part < packs;  // behind it lies what a stage before had
-    const int4 up = inside ? w[pack] : int4{}, low = inside ? w[pack + lower] : int4{};
+    const auto at = static_cast<std::uint32_t>(16 * pack);
+    std::uint32_t first[4], second[4];
+    ptx::ldmatrix_x4(first, w + at);
+    ptx::ldmatrix_x4(second, w + at + 32);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      const int4 of_x = x[row[t] + pack];
-      const std::uint32_t first[4] = {bits(up.x), bits(low.x), bits(up.y), bits(low.y)};
-      const std::uint32_t second[4] = {bits(up.z), bits(low.z), bits(up.w), bits(low.w)};
-      ptx::mma_bf16(sum[0][t], first, bits(of_x.x), bits(of_x.y));
-      ptx::mma_bf16(sum[kChains<kTiles> - 1][t], second, bits(of_x.z), bits(of_x.w));
+      std::uint32_t of_x[4];
+      ptx::ldmatrix_x4(of_x, x + row[t] + at);
+      ptx::mma_bf16(sum[0][t], first, of_x[0], of_x[1]);
+      ptx::mma_bf16(sum[kChains<kTiles> - 1][t], second, of_x[2], of_x[3]);
     }
   }
 }
 
 template <bool kGated>
-__global__ void __launch_bounds__(kThreads, 2) experts_kernel(ExpertsKernelArgs p) {
+__global__ void __maxnreg__(64) experts_kernel(ExpertsKernelArgs p) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ OwnSlots own;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -234,7 +241,11 @@ __global__ void __launch_bounds__(kThreads, 2) experts_kernel(ExpertsKernelArgs 
   __syncthreads();
 
   int4* const rows = ring.behind();
-  const int stride = padded_packs(p.packs), w_stride = padded_packs(p.piece);
+  const std::uint32_t first_row = ptx::shared_address(rows);
+  // A lane tells of a row of eight: weights' upper and lower ones, columns 0 and 8; rows' columns
+  // 0, 8, 16 and 24.
+  const int eighth = lane / 8, w_row = lane % 8 + eighth % 2 * 8;
+  const auto of_w = static_cast<std::uint32_t>(16 * (w_row * row_stride(p.piece) + eighth / 2));
   Place at;
   for (int base = 0; base < own.count; base += p.rows_at_once) {
     const int count = min(p.rows_at_once, own.count - base);
@@ -244,10 +255,11 @@ __global__ void __launch_bounds__(kThreads, 2) experts_kernel(ExpertsKernelArgs 
     by_tiles(count, [&](auto of_rows) {
       constexpr int kTiles = of_rows();
       constexpr bool kHasTwo = kChains<kTiles> == 2;
-      int row[kTiles];  // rows that there are not are another one
+      std::uint32_t row[kTiles];  // rows that there are not are another one
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        row[t] = min(t * kRowsOfTile + lane / 4, count - 1) * stride + part;
+        const int of = min(t * kRowsOfTile + lane % 8, count - 1);
+        row[t] = static_cast<std::uint32_t>(16 * (of * row_stride(p.packs) + eighth));
       }
 #pragma unroll 1
       for (int tile = first_tile; tile < end_tile; ++tile) {
@@ -257,8 +269,9 @@ __global__ void __launch_bounds__(kThreads, 2) experts_kernel(ExpertsKernelArgs 
         for (int piece = 0; piece < p.num_pieces; ++piece) {
           ptx::mbarrier_wait(ring.full(at.slot), at.phase);
           if (is_own) {
-            multiply_stage<kTiles>(ring.stage(at.slot) + lane / 4 * w_stride + part, 8 * w_stride,
-                                   min(p.piece, p.packs - piece * p.piece), rows + piece * p.piece,
+            multiply_stage<kTiles>(ptx::shared_address(ring.stage(at.slot)) + of_w,
+                                   min(p.piece, p.packs - piece * p.piece),
+                                   first_row + static_cast<std::uint32_t>(16 * piece * p.piece),
                                    row, sum);
           }
           __syncwarp();
@@ -300,10 +313,10 @@ __global__ void __launch_bounds__(kThreads, 2) experts_kernel(ExpertsKernelArgs 
 /// one asks for its weights while the first one runs.
 template <bool kGated>
 constexpr std::int64_t kRoom = (kGated ? 118 : 92) << 10;
-constexpr std::int64_t kRoomOfRows = 52 << 10;
+constexpr std::int64_t kRoomOfRows = 52 << 10, kMostOfRows = 100 << 10;
 
 std::int64_t row_bytes(std::int64_t columns) {
-  return std::int64_t{16} * padded_packs(static_cast<int>(columns) / kPack<Bf16>);
+  return std::int64_t{16} * row_stride(static_cast<int>(columns) / kPack<Bf16>);
 }
 
 template <bool kGated>
@@ -316,7 +329,8 @@ void launch_experts(const BatchExpertsArgs& args, const void* w, const void* x, 
   // Of an expert that more rows have chosen the weights are read once more.
   const std::int64_t at_once =
       std::min({(args.rows + kRowsOfTile - 1) / kRowsOfTile,
-                kRoomOfRows / row_bytes(in) / kRowsOfTile, std::int64_t{kTilesAtOnce}}) *
+                std::max<std::int64_t>(kRoomOfRows / row_bytes(in) / kRowsOfTile, 1),
+                std::int64_t{kTilesAtOnce}}) *
       kRowsOfTile;
   const std::int64_t pieces = (in + kPiece - 1) / kPiece;
   const std::int64_t piece = ((in + pieces - 1) / pieces + 31) / 32 * 32;
@@ -350,7 +364,7 @@ void launch_experts(const BatchExpertsArgs& args, const void* w, const void* x, 
 }  // namespace
 
 bool batch_experts_fit(std::int64_t h, std::int64_t i) {
-  return kRowsOfTile * std::max(row_bytes(h), row_bytes(i)) <= kRoomOfRows;
+  return kRowsOfTile * std::max(row_bytes(h), row_bytes(i)) <= kMostOfRows;
 }
 
 void batch_gate_and_up(const BatchExpertsArgs& args) {

@@ -9,7 +9,7 @@ constexpr int kAhead = 2;  // blocks of columns of a warp under way
 
 /// Of so many tiles of rows a warp, and groups of warps that share them.
 template <int kTiles, int kGroups>
-__global__ void __maxnreg__(80) batch_product_kernel(BatchProductArgs p) {
+__global__ void __launch_bounds__(kBatchThreads, 2) batch_product_kernel(BatchProductArgs p) {
   constexpr int kShare = kBatchWarps / kGroups;  // warps that share the columns
   constexpr int kChunk = kAhead * kShare * kBlockPacks;
   __shared__ TileSums<kTiles> sums[kBatchWarps];
