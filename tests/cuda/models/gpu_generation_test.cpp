@@ -198,7 +198,7 @@ TEST(GenerationOnGpu, AGraphIsReplayedManyStepsBesideOtherCallsAndOtherWeights) 
 
 TEST(GenerationOnGpu, SmallStepsHaveTheSameBitsInEveryRun) {
   for (const DType compute : {DType::kF32, DType::kBF16}) {
-    for (const std::int64_t batch : {3, 20, 70}) {
+    for (const std::int64_t batch : {3, 20, 64, 70}) {
       const TestText text(batch, 24, 37);
       Model first(gpu_config(), on_gpu(compute)), second(gpu_config(), on_gpu(compute));
       Cache one = first.make_cache(batch, 24), two = second.make_cache(batch, 24);

@@ -22,21 +22,24 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(AttendArgs p) {
   block.run();
 }
 
-template <typename T, int kLanes>
-void launch_lanes(const AttendArgs& args) {
-  const int of_kv = args.heads / args.kv_heads;
-  const int group = of_kv == 1 ? 1 : 4;
-  const auto kernel = of_kv == 1 ? attend_kernel<T, kLanes, 1> : attend_kernel<T, kLanes, 4>;
-  const std::size_t bytes = of_kv == 1 ? sizeof(AttendRoom<T, kLanes, 1, kWarps>)
-                                       : sizeof(AttendRoom<T, kLanes, 4, kWarps>);
+template <typename T, int kLanes, int kGroup>
+void launch_blocks(const AttendArgs& args, std::int64_t items) {
+  const auto kernel = attend_kernel<T, kLanes, kGroup>;
+  const std::size_t bytes = sizeof(AttendRoom<T, kLanes, kGroup, kWarps>);
   if (bytes > (48U << 10U)) allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
-  const std::int64_t items = args.rows * args.kv_heads * ((of_kv + group - 1) / group);
   const dim3 blocks(static_cast<unsigned>(items), static_cast<unsigned>(args.splits));
   if (args.cache_is_older) {
     launch_dependent(true, kernel, blocks, 32 * kWarps, bytes, args.stream, args);
   } else {
     launch_overlapped(kernel, blocks, 32 * kWarps, bytes, args.stream, args);
   }
+}
+
+template <typename T, int kLanes>
+void launch_lanes(const AttendArgs& args) {
+  const std::int64_t of_kv = args.heads / args.kv_heads, heads = args.rows * args.kv_heads;
+  if (of_kv == 1) return launch_blocks<T, kLanes, 1>(args, heads);
+  launch_blocks<T, kLanes, 4>(args, heads * ((of_kv + 3) / 4));
 }
 
 }  // namespace
