@@ -22,6 +22,9 @@ struct OwnSlots {
 };
 
 __device__ __forceinline__ void consumers_meet() { ptx::named_barrier(1, kConsumerThreads); }
+/// Producers and consumers, who come from different places.
+__device__ __forceinline__ void all_meet() { ptx::named_barrier(2, kExpertsThreads); }
+constexpr int kBarrierOfTeams = 3;  // and behind it
 
 /// By the consumers, in any order, which no sum depends on. Of logits that are not numbers a row
 /// may have chosen an expert twice.
@@ -79,7 +82,7 @@ __device__ __forceinline__ void multiply_stage(std::uint32_t w, int packs, std::
 }
 
 template <bool kGated>
-__global__ void __maxnreg__(64) experts_kernel(ExpertsKernelArgs p) {
+__global__ void __maxnreg__(64) streaming_batch_kernel(ExpertsKernelArgs p) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ OwnSlots own;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -99,7 +102,7 @@ __global__ void __maxnreg__(64) experts_kernel(ExpertsKernelArgs p) {
     const int at_once = min(ring.num(), producer.stages());
     while (producer.issued() < at_once) producer.issue();
     wait_for_stages_in_front();
-    __syncthreads();  // slots have been found
+    all_meet();  // slots have been found
     const int passes = (own.count + p.rows_at_once - 1) / p.rows_at_once;
     while (producer.issued() < passes * producer.stages()) producer.issue();
     ptx::cp_async_wait<0>();
@@ -107,7 +110,7 @@ __global__ void __maxnreg__(64) experts_kernel(ExpertsKernelArgs p) {
   }
   wait_for_stages_in_front();
   find_slots(p, own);
-  __syncthreads();
+  all_meet();
 
   int4* const rows = ring.behind();
   const int team = warp / p.warps_of_tile, own_piece = warp % p.warps_of_tile;
@@ -156,7 +159,7 @@ __global__ void __maxnreg__(64) experts_kernel(ExpertsKernelArgs p) {
           for (int n = 0; n < 4 * kTiles && own_piece > 0; ++n) {
             own_left[32 * n] = sum[n / 4][n % 4];
           }
-          ptx::named_barrier(2 + team, 32 * p.warps_of_tile);
+          ptx::named_barrier(kBarrierOfTeams + team, 32 * p.warps_of_tile);
           if (own_piece > 0) continue;
 #pragma unroll 1
           for (int w = 1; w < p.warps_of_tile; ++w) {
@@ -244,8 +247,8 @@ void launch_experts(const BatchExpertsArgs& args, const void* w, const void* x, 
   // Of the first kernel more than half of a multiprocessor: two blocks on one would leave another
   // without, where that one has no room yet.
   const std::int64_t bytes = but_ring + stages * of_stage;
-  allow_most_shared_memory(reinterpret_cast<const void*>(experts_kernel<kGated>));
-  launch_overlapped(experts_kernel<kGated>,
+  allow_most_shared_memory(reinterpret_cast<const void*>(streaming_batch_kernel<kGated>));
+  launch_overlapped(streaming_batch_kernel<kGated>,
                     dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(args.num_experts)),
                     kExpertsThreads,
                     static_cast<std::size_t>(kGated ? std::max(bytes, kRoom<kGated>) : bytes),
