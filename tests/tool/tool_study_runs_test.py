@@ -1,5 +1,6 @@
 """study: several runs at a time are those of one at a time, and what is said of routers."""
 
+import fcntl
 import json
 import math
 import os
@@ -45,6 +46,21 @@ class SeveralAtATime(TestWithStudy):
         os.remove(f"{self.d}/out/choice")
         self.assert_fine(self.run_study())
         self.assertLessEqual(before.items(), self.finished().items())
+
+
+class OneProcessAtATime(TestWithStudy):
+    def test_another_one_is_refused_and_may_ask_for_an_estimate(self):
+        self.assert_fine(self.run_study("--only", "hash"))
+        before = self.lines()
+        held = os.open(f"{self.d}/out", os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = self.run_study()
+        self.assert_one_line(done, 3, [f"{self.d}/out: another process runs a study there"])
+        self.assertEqual(self.lines(), before)
+        self.assert_fine(self.run_study("--estimate"))
+        os.close(held)
+        self.assert_fine(self.run_study())
+        self.assertLessEqual(before.keys(), self.lines().keys())
 
 
 class ArmsThatComeLater(TestWithStudy):

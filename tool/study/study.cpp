@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "checkpoint/files/directory_lock.hpp"
 #include "checkpoint/files/mapped_file.hpp"
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
@@ -76,6 +77,7 @@ class Study {
                .machine = bench::this_machine()} {
     check_texts();
     check_directory();
+    if (!options.estimate) lock_.emplace(place_.directory, "runs a study");
     results_ = read_runs(place_);
     check_results();
     place_.limits = bench::measure_limits(place_.backend, place_.num_threads);
@@ -362,6 +364,7 @@ class Study {
   std::vector<std::size_t> arms_;
   models::Text text_, valid_;
   StudyPlace place_;
+  std::optional<DirectoryLock> lock_;  ///< Of the directory.
   RunResults results_;
   std::set<std::string> checked_;
   std::vector<double> floors_;

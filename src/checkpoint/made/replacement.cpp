@@ -1,12 +1,6 @@
 #include "checkpoint/made/replacement.hpp"
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 
 #include "checkpoint/file_names.hpp"
 #include "checkpoint/files/directory.hpp"
@@ -33,24 +27,12 @@ void remove_file(const std::filesystem::path& path) {
 }  // namespace
 
 CheckpointReplacement::CheckpointReplacement(const std::filesystem::path& directory)
-    : directory_(directory) {
-  std::error_code error;
-  std::filesystem::create_directories(directory, error);
-  lock_ = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  require(lock_ >= 0, "cannot make the directory {}: {}", directory.string(),
-          error ? error.message() : std::strerror(errno));
-  const bool locked = ::flock(lock_, LOCK_EX | LOCK_NB) == 0;
-  if (!locked && errno == EWOULDBLOCK) {
-    ::close(lock_);
-    fail(ErrorCode::kIo, "{}: another process is writing a checkpoint there", directory.string());
-  }
-  if (!locked) return;  // whose hidden files these are cannot be known
+    : directory_(directory), lock_(directory, "is writing a checkpoint") {
+  if (!lock_.is_held()) return;
   for (const std::string& name : names_in(directory)) {
     if (is_checkpoint_file(target_of_temporary(name))) remove_file(directory / name);
   }
 }
-
-CheckpointReplacement::~CheckpointReplacement() { ::close(lock_); }
 
 AtomicFile& CheckpointReplacement::add(const std::string& name) {
   files_.push_back({name, std::make_unique<AtomicFile>(directory_ / name)});

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/files/directory_lock.hpp"
 #include "core/atomic_file.hpp"
 
 namespace switchyard {
@@ -25,9 +26,6 @@ class CheckpointReplacement {
   /// @throws Error{kInvalidArgument}: it cannot be made or written to; {kIo}: another process
   ///         writes a checkpoint there.
   explicit CheckpointReplacement(const std::filesystem::path& directory);
-  ~CheckpointReplacement();
-  CheckpointReplacement(const CheckpointReplacement&) = delete;
-  CheckpointReplacement& operator=(const CheckpointReplacement&) = delete;
 
   /// A file of the new checkpoint, by its last name; to be finished when it is written.
   [[nodiscard]] AtomicFile& add(const std::string& name);
@@ -44,7 +42,7 @@ class CheckpointReplacement {
   [[nodiscard]] bool is_new(const std::string& name) const;
 
   std::filesystem::path directory_;
-  int lock_ = -1;
+  DirectoryLock lock_;
   std::vector<File> files_;
 };
 

@@ -1,7 +1,5 @@
 #include "models/training/run_directory.hpp"
 
-#include <fcntl.h>
-#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -81,36 +79,19 @@ std::vector<std::int64_t> checkpoint_steps(const fs::path& directory) {
   return steps;
 }
 
-RunDirectory::RunDirectory(const fs::path& path) : path_(path) {
-  std::error_code error;
-  fs::create_directories(path, error);
-  lock_ = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  require(lock_ >= 0, "cannot make the directory {}: {}", path.string(),
-          error ? error.message() : std::strerror(errno));
-  const bool locked = ::flock(lock_, LOCK_EX | LOCK_NB) == 0;
-  if (!locked && errno == EWOULDBLOCK) {
-    ::close(lock_);
-    fail(ErrorCode::kIo, "{}: another process trains there", path.string());
-  }
-  if (!locked) return;  // whose hidden directories these are cannot be known
-  try {
-    for (const std::string& name : names_in(path)) {
-      if (step_of(target_of_temporary(name))) remove_tree(path / name);
-    }
-  } catch (...) {
-    ::close(lock_);
-    throw;
+RunDirectory::RunDirectory(const fs::path& path) : path_(path), lock_(path, "trains") {
+  if (!lock_.is_held()) return;
+  for (const std::string& name : names_in(path)) {
+    if (step_of(target_of_temporary(name))) remove_tree(path / name);
   }
 }
-
-RunDirectory::~RunDirectory() { ::close(lock_); }
 
 void RunDirectory::save(std::int64_t step,
                         const std::function<void(const fs::path&)>& write) const {
   const HiddenDirectory hidden(path_ / hidden_name(step));
   write(hidden.path);
   rename_directory(hidden.path, checkpoint(step));
-  ::fsync(lock_);  // else the new name may be lost in a power cut; not every file system can
+  lock_.sync();
 }
 
 void RunDirectory::prune(std::int64_t keep) const {

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/files/directory_lock.hpp"
+
 namespace switchyard::models {
 
 /// "step-000100".
@@ -22,9 +24,6 @@ class RunDirectory {
   /// Makes it. @throws Error{kInvalidArgument}: it cannot be made or written to; {kIo}: another
   /// process trains there.
   explicit RunDirectory(const std::filesystem::path& path);
-  ~RunDirectory();
-  RunDirectory(const RunDirectory&) = delete;
-  RunDirectory& operator=(const RunDirectory&) = delete;
 
   [[nodiscard]] const std::filesystem::path& path() const { return path_; }
   [[nodiscard]] std::filesystem::path checkpoint(std::int64_t step) const {
@@ -39,7 +38,7 @@ class RunDirectory {
 
  private:
   std::filesystem::path path_;
-  int lock_ = -1;
+  DirectoryLock lock_;
 };
 
 }  // namespace switchyard::models
