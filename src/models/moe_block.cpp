@@ -174,15 +174,15 @@ void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale
   if (soft_) return soft_->backward(dout, dx, accumulate);
   const auto [num_tokens, hidden] = dout.shape;
   const Parameters& p = *parameters_;
-  const std::int64_t num_logits = what_.router.gate_rows();
+  const std::int64_t gate_rows = what_.router.gate_rows();
   BackwardArgs args{
       .saved = &saved_,
       .dout = raw(dout.data, num_tokens, hidden),
       // The mean over ranks, of which each makes its own part.
       .loss_scale = ranks_ == nullptr ? scale : scale / ranks_->size(),
       .dtokens = raw(dx.data, num_tokens, hidden),
-      .dgate = raw(p.gradient(tensors_.gate), num_logits, what_.router.network.features(hidden)),
-      .dnoise_gate = raw(p.gradient(tensors_.noise_gate), num_logits, hidden),
+      .dgate = raw(p.gradient(tensors_.gate), gate_rows, what_.router.network.features(hidden)),
+      .dnoise_gate = raw(p.gradient(tensors_.noise_gate), gate_rows, hidden),
       .experts = expert_gradients(p, tensors_.w13, tensors_.w2),
       .shared = expert_gradients(p, tensors_.shared_w13, tensors_.shared_w2),
       .accumulate = accumulate};
@@ -196,7 +196,7 @@ void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale
     adapters_->backward(args, saved_.logits());
   } else if (tensors_.l1 >= 0) {
     for (float& gradient : dlogits_) gradient *= static_cast<float>(scale);
-    args.dlogits = {dlogits_.data(), {num_tokens, num_logits}};
+    args.dlogits = {dlogits_.data(), {num_tokens, gate_rows}};
   }
   layer_for(true).backward(args);
   if (adapters_) adapters_->add_to_dtokens(args);

@@ -169,9 +169,9 @@ std::optional<std::int64_t> steps_at_equal_time(const StudyConfig& study, std::s
 namespace {
 
 /// What is done, what is under way, and who is to be had at all.
-class Progress {
+class RunQueue {
  public:
-  Progress(const StudyConfig& study, const std::vector<std::size_t>& arms,
+  RunQueue(const StudyConfig& study, const std::vector<std::size_t>& arms,
            const RunResults& results, const std::set<std::string>& running)
       : study_(study), arms_(arms), results_(results), running_(running) {}
 
@@ -213,7 +213,7 @@ class Progress {
 
 std::optional<StudyRun> next_run(const StudyConfig& study, const std::vector<std::size_t>& arms,
                                  const RunResults& results, const std::set<std::string>& running) {
-  const Progress progress(study, arms, results, running);
+  const RunQueue queue(study, arms, results, running);
   std::map<std::size_t, double> rates;  // of arms that are tuned
   for (const std::size_t arm : arms) {
     const TunedRate tuned = tuned_rate(study, arm, results);
@@ -221,14 +221,14 @@ std::optional<StudyRun> next_run(const StudyConfig& study, const std::vector<std
       rates[arm] = tuned.rate;
       continue;
     }
-    const std::optional<StudyRun> run = progress.next_tune(arm, tuned);
-    if (run && !progress.waits(*run)) return run;
+    const std::optional<StudyRun> run = queue.next_tune(arm, tuned);
+    if (run && !queue.waits(*run)) return run;
   }
   for (const std::int64_t seed : study.seeds) {
     for (const auto arm : arms) {
       if (!rates.contains(arm)) continue;
       const StudyRun run = test_run(study, arm, seed, rates[arm]);
-      if (progress.is_free(run) && !progress.waits(run)) return run;
+      if (queue.is_free(run) && !queue.waits(run)) return run;
     }
   }
   if (!study.equal_time) return std::nullopt;
@@ -239,7 +239,7 @@ std::optional<StudyRun> next_run(const StudyConfig& study, const std::vector<std
       StudyRun run = test_run(study, arm, seed, rates[arm]);
       run.kind = RunKind::kTime;
       run.steps = *steps;
-      if (progress.is_free(run)) return run;
+      if (queue.is_free(run)) return run;
     }
   }
   return std::nullopt;

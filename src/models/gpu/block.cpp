@@ -145,7 +145,7 @@ void DeviceBlock::record_losses(const BlockRecord& record, cudaStream_t stream) 
                                   cudaMemcpyDeviceToDevice, stream));
 }
 
-ExpertGradients DeviceBlock::gradients(std::int64_t w13, std::int64_t w2) const {
+ExpertGradients DeviceBlock::expert_gradients(std::int64_t w13, std::int64_t w2) const {
   if (w13 < 0) return {};
   const auto& tensors = parameters_->host().tensors();
   const ParameterTensor& first = tensors[static_cast<std::size_t>(w13)];
@@ -157,16 +157,16 @@ ExpertGradients DeviceBlock::gradients(std::int64_t w13, std::int64_t w2) const 
 void DeviceBlock::backward(RawMatrix dout, RawMatrix dx, double scale, bool accumulate,
                            const BlockRecord& record, cudaStream_t stream) {
   const DeviceParameters& p = *parameters_;
-  const std::int64_t num_logits = what_.router.gate_rows();
+  const std::int64_t gate_rows = what_.router.gate_rows();
   BackwardArgs args{.saved = &saved_,
                     .dout = dout,
                     // The mean over ranks, of which each makes its own part.
                     .loss_scale = ranks_ == nullptr ? scale : scale / ranks_->size(),
                     .dtokens = dx,
-                    .dgate = raw(p.gradient(tensors_.gate), num_logits, config_.hidden),
-                    .dnoise_gate = raw(p.gradient(tensors_.noise_gate), num_logits, config_.hidden),
-                    .experts = gradients(tensors_.w13, tensors_.w2),
-                    .shared = gradients(tensors_.shared_w13, tensors_.shared_w2),
+                    .dgate = raw(p.gradient(tensors_.gate), gate_rows, config_.hidden),
+                    .dnoise_gate = raw(p.gradient(tensors_.noise_gate), gate_rows, config_.hidden),
+                    .experts = expert_gradients(tensors_.w13, tensors_.w2),
+                    .shared = expert_gradients(tensors_.shared_w13, tensors_.shared_w2),
                     .accumulate = accumulate,
                     .stream = stream};
   if (tensors_.shared_gate >= 0) {

@@ -68,7 +68,7 @@ class DeviceBlock {
   [[nodiscard]] LayerModel layer_model() const;
   [[nodiscard]] LayerOptions layer_options(bool training) const;
   MoeLayer& layer_for(bool training);
-  [[nodiscard]] ExpertGradients gradients(std::int64_t w13, std::int64_t w2) const;
+  [[nodiscard]] ExpertGradients expert_gradients(std::int64_t w13, std::int64_t w2) const;
   void give_routing(ForwardArgs& args);
   void record_losses(const BlockRecord& record, cudaStream_t stream) const;
   /// Adds the experts of one routing to the record.
