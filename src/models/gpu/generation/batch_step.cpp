@@ -14,7 +14,8 @@ float* floats(const DeviceBuffer& buffer) { return reinterpret_cast<float*>(buff
 
 bool GpuCache::reserve_for_batch(const ModelOptions& options) {
   const std::int64_t hidden = config_.hidden;
-  const bool routes = config_.first_dense<config_.layers, dense = config_.first_dense> 0;
+  const bool routes = config_.first_dense < config_.layers;
+  const bool dense = config_.first_dense > 0;
   if (!bf16_ || batch_ <= kFewRows || batch_ > kBatchRows || !has_plain_experts(options) ||
       hidden % 8 != 0 || hidden > kMostBatchHidden || config_.heads * config_.head_dim % 8 != 0 ||
       (routes && config_.experts * hidden > kMostOfGate) ||

@@ -2,8 +2,8 @@
 
 // The stages of a token step of some dozens of sequences in bf16, which are too many for
 // row_product() and too few for kernels that are made for thousands of rows. Bound by the bytes of
-// the weights: products are by mma.sync with the weights as its taller side, and all warps ask for
-// their first weights before the stage in front has ended. All only enqueue; no stage of a step may
+// the weights: products are by mma.sync with the weights as its taller side, and each stage asks
+// for its first weights before the one in front has ended. All only enqueue; no stage of a step may
 // write weights.
 
 #include <cuda_runtime_api.h>
@@ -40,7 +40,8 @@ struct BatchProductArgs {
   std::int64_t rows = 0, in = 0, out = 0;  ///< rows <= kBatchRows.
   cudaStream_t stream = nullptr;
 };
-/// A block has 16 outputs of all rows, its warps share the columns.
+/// A block has 16 outputs of all rows, or 32 where that would be more blocks than stand at once;
+/// its warps share the columns.
 void batch_product(const BatchProductArgs& args);
 
 /// The experts of a layer, of which a row has chosen top_k.
@@ -58,7 +59,8 @@ struct BatchExpertsArgs {
 /// Whether eight of their rows fit into shared memory.
 [[nodiscard]] bool batch_experts_fit(std::int64_t h, std::int64_t i);
 /// inner = silu(gate) * up. An expert has neighbouring blocks, a multiprocessor's each; which rows
-/// are its, a block finds out for itself.
+/// are its, a block finds out for itself. Of more rows an expert than fit its weights are read
+/// again.
 void batch_gate_and_up(const BatchExpertsArgs& args);
 void batch_down(const BatchExpertsArgs& args);
 
