@@ -20,6 +20,10 @@
 
 namespace switchyard::models::gpu {
 
+[[nodiscard]] inline float* floats(const DeviceBuffer& buffer) {
+  return reinterpret_cast<float*>(buffer.data());
+}
+
 class DeviceParameters {
  public:
   /// @param ranks  Null: one rank. Else collective.
@@ -61,9 +65,6 @@ class DeviceParameters {
   }
 
  private:
-  static float* floats(const DeviceBuffer& buffer) {
-    return reinterpret_cast<float*>(buffer.data());
-  }
   /// @returns How many numbers ranks add up; 0 of one.
   std::int64_t place(const ModelConfig& config);
   /// Null for -1.

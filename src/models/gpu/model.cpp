@@ -6,11 +6,7 @@
 #include <algorithm>
 
 namespace switchyard::models::gpu {
-namespace {
-
-float* floats(const DeviceBuffer& buffer) { return reinterpret_cast<float*>(buffer.data()); }
-
-}  // namespace
+namespace {}  // namespace
 
 std::int64_t GpuModel::piece_of_logits() const {
   constexpr std::int64_t kBytes = std::int64_t{512} << 20;

@@ -88,6 +88,8 @@ TEST(ModelStages, SmallProductsOfABatchsRows) {
   expect_product(64, 512, 96, false);
   expect_product(50, 1048, 33, true);   // more than a chunk of columns
   expect_product(20, 4096, 256, true);  // four of them
+  expect_product(64, 72, 5000, false);  // blocks of two tiles of outputs
+  expect_product(33, 40, 5003, true);
 }
 
 struct Experts {
@@ -165,9 +167,9 @@ TEST(ModelStages, SmallExpertsOfABatchsRows) {
   expect_experts({9, 64, 32, 4, 2, spread});
   expect_experts({16, 40, 24, 5, 5, spread});     // all experts, no whole block of columns
   expect_experts({64, 72, 56, 8, 1, one});        // all rows to one: more than are gathered at once
-  expect_experts({33, 264, 200, 40, 3, spread});  // several tiles of a warp, rounds of a team
+  expect_experts({33, 264, 200, 40, 3, spread});  // several tiles of a warp
   expect_experts({64, 16, 8, 150, 4, spread});    // more experts than multiprocessors
-  expect_experts({50, 104, 1032, 1, 1, nullptr});  // a dense layer
+  expect_experts({50, 104, 1032, 1, 1, nullptr});  // a dense layer, a tile of several warps
 }
 
 TEST(ModelStages, ExpertsOfABatchsRowsThatAreLarge) {

@@ -60,8 +60,8 @@ struct AttendRoom {
 
 /// An item of attend(), a stretch of its positions: kLanes threads have a position; kGroup heads of
 /// queries share what is read. What does not depend on the row can be asked for before it is there:
-/// the angles, and the first positions that are cached. Not more of them, since who waits then, for
-/// other blocks or for the row, reads behind what has been asked for. The room may be used again
+/// the angles, and turns of positions that are cached. Where other blocks are waited for then, the
+/// first turn alone: who waits reads behind what has been asked for. The room may be used again
 /// behind a barrier.
 template <typename T, int kLanes, int kGroup, int kWarps>
 class AttendBlock {

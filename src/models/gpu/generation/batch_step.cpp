@@ -6,11 +6,6 @@
 #include "models/layer_arguments.hpp"
 
 namespace switchyard::models::gpu {
-namespace {
-
-float* floats(const DeviceBuffer& buffer) { return reinterpret_cast<float*>(buffer.data()); }
-
-}  // namespace
 
 bool GpuCache::reserve_for_batch(const ModelOptions& options) {
   const std::int64_t hidden = config_.hidden;

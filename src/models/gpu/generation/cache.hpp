@@ -102,7 +102,7 @@ class GpuCache final : public DeviceCache {
   const Parameters* host_;
   bool bf16_;
   std::int64_t batch_, capacity_;
-  bool few_;               ///< Products by row_product(), else cuBLASLt's.
+  bool few_;               ///< A list of calls has row_product(), else cuBLASLt's products.
   bool routes_ = false;    ///< The norm before the experts chooses them too.
   bool is_batch_ = false;  ///< A step consists of the stages of a batch.
   std::int32_t splits_ = 1;
@@ -113,13 +113,13 @@ class GpuCache final : public DeviceCache {
   DeviceBuffer qkv_, mixed_, scale_;              ///< [B, (N + 2M) D] c, [B, N D] c, [B] f32.
   DeviceBuffer parts_, stats_, logits_;           ///< Of attend(); [B, V] f32.
   DeviceBuffer workspace_;                        ///< Of dense products.
-  DeviceBuffer expert_, share_;                   ///< [B, K] where routes_.
+  DeviceBuffer expert_, share_;                   ///< [B, K] where routes_ or is_batch_.
   DeviceBuffer input_;                            ///< The place, then ids [B].
   std::optional<PersistentStepArgs> one_kernel_;  ///< A step that is one kernel,
   /// and what it alone needs.
   DeviceBuffer layers_, router_logits_, best_, barrier_;
-  DeviceBuffer inner_;             ///< [B, K, I] c, of both.
-  DeviceBuffer expert_parts_;      ///< [B, K, H] f32.
+  DeviceBuffer inner_;             ///< [B, K, I] c of one kernel, and of a batch;
+  DeviceBuffer expert_parts_;      ///< of this [B, K, H] f32.
   PinnedBytes sent_, told_;        ///< What input_ is copied from; [kRing, B].
   std::array<Event, kRing> done_;  ///< By position.
   std::int64_t next_ = -1;         ///< Position of the next step, as the device has it.

@@ -9,11 +9,6 @@
 #include "models/over_ranks.hpp"
 
 namespace switchyard::models::gpu {
-namespace {
-
-float* floats(const DeviceBuffer& buffer) { return reinterpret_cast<float*>(buffer.data()); }
-
-}  // namespace
 
 bool GpuCache::has_plain_experts(const ModelOptions& options) const {
   const bool routes = config_.first_dense < config_.layers;

@@ -148,9 +148,10 @@ struct NormRouteArgs {
   bool lets_next_begin = false;  ///< The stage behind touches only weights before its wait.
   cudaStream_t stream;
 };
-/// norm_rows(), and route() of its rows by a TopKRouter's softmax, without groups. For gates that a
-/// block reads in no time: a block has all experts of a row.
-inline constexpr std::int64_t kMostOfGate = 1 << 16;  ///< Numbers: 256 KB from the L2 cache.
+/// Numbers of a gate that a block reads in no time: 256 KB from the L2 cache.
+inline constexpr std::int64_t kMostOfGate = 1 << 16;
+/// norm_rows() of x or of x + delta, and route() of its rows by a TopKRouter's softmax, without
+/// groups. For gates of up to kMostOfGate: a block has all experts of a row.
 void norm_route(const NormRouteArgs& args);
 
 /// A logit and whose it is; id INT_MAX: none yet, -1: one was not a number.

@@ -7,11 +7,6 @@
 #include "models/gpu/generation/cache.hpp"
 
 namespace switchyard::models::gpu {
-namespace {
-
-float* floats(const DeviceBuffer& buffer) { return reinterpret_cast<float*>(buffer.data()); }
-
-}  // namespace
 
 void GpuCache::start(const std::int32_t* tokens, std::int64_t position, const StepTools& tools) {
   require(position < capacity_, "a step at position {}: the cache has room for {}", position,

@@ -90,7 +90,7 @@ __global__ void __maxnreg__(64) streaming_batch_kernel(ExpertsKernelArgs p) {
   const int all_tiles = (p.out + kTileColumns<kGated> - 1) / kTileColumns<kGated>;
   const int first_tile = min(all_tiles, static_cast<int>(blockIdx.x) * p.tiles_of_block);
   const int end_tile = min(all_tiles, first_tile + p.tiles_of_block);
-  const Ring ring(p, memory);
+  const WeightRing ring(p, memory);
   let_stage_behind_begin();
   if (threadIdx.x == 0) {
     own.count = 0;
@@ -98,7 +98,7 @@ __global__ void __maxnreg__(64) streaming_batch_kernel(ExpertsKernelArgs p) {
   }
   __syncthreads();
   if (warp >= kConsumers) {
-    Producer<kGated> producer(p, ring, first_tile, end_tile);
+    WeightProducer<kGated> producer(p, ring, first_tile, end_tile);
     const int at_once = min(ring.num(), producer.stages());
     while (producer.issued() < at_once) producer.issue();
     wait_for_stages_in_front();
@@ -121,7 +121,7 @@ __global__ void __maxnreg__(64) streaming_batch_kernel(ExpertsKernelArgs p) {
   // 0, 8, 16 and 24.
   const int eighth = lane / 8, w_row = lane % 8 + eighth % 2 * 8;
   const auto of_w = static_cast<std::uint32_t>(16 * (w_row * row_stride(p.piece) + eighth / 2));
-  Place at;
+  RingPlace at;
   for (int base = 0; base < own.count; base += p.rows_at_once) {
     const int count = min(p.rows_at_once, own.count - base);
     if (base > 0) consumers_meet();
@@ -150,7 +150,7 @@ __global__ void __maxnreg__(64) streaming_batch_kernel(ExpertsKernelArgs p) {
           }
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.slot));
-          at.go_on(ring.num());
+          at.advance(ring.num());
         }
         if (!is_own) continue;
         if (p.warps_of_tile > 1) {  // of one tile: there are no more than teams
@@ -198,9 +198,9 @@ __global__ void __maxnreg__(64) streaming_batch_kernel(ExpertsKernelArgs p) {
 /// one asks for its weights while the first one runs.
 template <bool kGated>
 constexpr std::int64_t kRoom = (kGated ? 118 : 94) << 10;
-constexpr std::int64_t kRoomOfRows = 36 << 10;   // as many rows as fit,
-constexpr std::int64_t kMostOfRows = 100 << 10;  // at least eight of them.
-constexpr std::int64_t kMostBesideRows = 60 << 10;
+constexpr std::int64_t kRoomOfRows = 36 << 10;      // as many rows as fit,
+constexpr std::int64_t kMostOfRows = 100 << 10;     // at least eight of them.
+constexpr std::int64_t kMostBesideRows = 60 << 10;  // slots, barriers, sums, a ring of the fewest
 
 std::int64_t row_bytes(std::int64_t columns) {
   return std::int64_t{16} * row_stride(static_cast<int>(columns) / kPack<Bf16>);

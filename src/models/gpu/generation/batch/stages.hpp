@@ -17,7 +17,7 @@ inline constexpr std::int64_t kBatchRows = 64;
 inline constexpr std::int64_t kMostBatchHidden = 4096;
 
 struct SumNormArgs {
-  const float* x = nullptr;      ///< [rows, H], H a multiple of 4.
+  const float* x = nullptr;      ///< [rows, H], H a multiple of 4, at most kMostBatchHidden.
   const float* parts = nullptr;  ///< [rows, top_k, H] what is added, or null: nothing.
   const float* share = nullptr;  ///< [rows, top_k] times these, or null: as they are.
   std::int32_t top_k = 1;

@@ -43,9 +43,9 @@ struct ExpertsKernelArgs {
 
 /// Stages of a ring: a piece of the columns of 16 rows of weights each, row_stride() apart. A
 /// tile is one warp's; the others come by too, or a barrier's parity would tell them nothing.
-class Ring {
+class WeightRing {
  public:
-  __device__ __forceinline__ Ring(const ExpertsKernelArgs& p, unsigned char* memory)
+  __device__ __forceinline__ WeightRing(const ExpertsKernelArgs& p, unsigned char* memory)
       : barriers_(ptx::shared_address(memory)),
         stages_(reinterpret_cast<int4*>(memory + kBarrierBytes)),
         num_(p.num_stages),
@@ -76,10 +76,10 @@ class Ring {
 };
 
 /// Where a role stands in the ring.
-struct Place {
+struct RingPlace {
   int slot = 0;
   std::uint32_t phase = 0;
-  __device__ __forceinline__ void go_on(int num) {
+  __device__ __forceinline__ void advance(int num) {
     if (++slot < num) return;
     slot = 0;
     phase ^= 1U;
@@ -88,10 +88,10 @@ struct Place {
 
 /// What a producer warp does: some rows of stage after stage of the block's weights.
 template <bool kGated>
-class Producer {
+class WeightProducer {
  public:
-  __device__ __forceinline__ Producer(const ExpertsKernelArgs& p, const Ring& ring, int first_tile,
-                                      int end_tile)
+  __device__ __forceinline__ WeightProducer(const ExpertsKernelArgs& p, const WeightRing& ring,
+                                            int first_tile, int end_tile)
       : p_(p), ring_(ring), first_(first_tile), end_(end_tile), tile_(first_tile) {
     const int row = (static_cast<int>(threadIdx.x) / 32 - kConsumers) * kRowsOfProducer;
     const std::int64_t matrix =
@@ -124,7 +124,7 @@ class Producer {
     }
     ptx::cp_async_arrive(ring_.full(at_.slot));
     ++issued_;
-    at_.go_on(ring_.num());
+    at_.advance(ring_.num());
     if (++piece_ < p_.num_pieces) return;
     piece_ = 0;
     if (++tile_ == end_) tile_ = first_;
@@ -135,11 +135,11 @@ class Producer {
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
   const ExpertsKernelArgs& p_;
-  const Ring& ring_;
+  const WeightRing& ring_;
   int first_, end_, tile_, column_, piece_ = 0, issued_ = 0;
   const int4* from_;
   std::uint32_t to_;
-  Place at_;
+  RingPlace at_;
 };
 
 }  // namespace switchyard::models::gpu
