@@ -6,7 +6,6 @@
 #include <algorithm>
 
 namespace switchyard::models::gpu {
-namespace {}  // namespace
 
 std::int64_t GpuModel::piece_of_logits() const {
   constexpr std::int64_t kBytes = std::int64_t{512} << 20;
