@@ -24,7 +24,9 @@ __device__ __forceinline__ uint2 turn(const std::uint32_t (&pairs)[4]) {
   return upper ? make_uint2(there, high) : make_uint2(low, there);
 }
 
-/// 64 rows of 128 columns: one scale a row, 32 bytes of a row by four lanes at a time.
+/// 64 rows, the tile's first or second half, of 128 columns: one scale a row, 32 bytes of a row by
+/// four lanes at a time. Whole: the matrix has all of the columns, and none is looked at for that.
+template <bool kWhole>
 __device__ __forceinline__ void store_codes(const float (&values)[64], const CtaTile& tile,
                                             int half, std::int32_t column, std::int32_t columns,
                                             const Fp8Params& fp8) {
@@ -35,7 +37,7 @@ __device__ __forceinline__ void store_codes(const float (&values)[64], const Cta
     float largest = 0x1p-100F;
 #pragma unroll
     for (int block = 0; block < 16; ++block) {
-      const bool exists = column + block * 8 < columns;
+      const bool exists = kWhole || column + block * 8 < columns;
       const float a = fabsf(values[4 * block + 2 * h]);
       const float b = fabsf(values[4 * block + 2 * h + 1]);
       if (exists) largest = fmaxf(largest, fmaxf(a, b));
@@ -60,7 +62,7 @@ __device__ __forceinline__ void store_codes(const float (&values)[64], const Cta
       }
       const uint2 eight = turn(pairs);
       const std::int32_t to = column + (4 * four + lane % 4) * 8;
-      if (here && to < columns) {
+      if (here && (kWhole || to < columns)) {
         *reinterpret_cast<uint2*>(fp8.codes + row * columns + to) = eight;
       }
     }

@@ -2,10 +2,9 @@
 
 // The grouped product of e4m3 on Hopper. It loads as the 16-bit one does (sm90/gemm.cuh), for whose
 // loading warps two codes are one value: a stage has 128 rows by 128 codes and 256 rows of weights.
-// Here each of the two multiplying warpgroups has all 128 rows and 128 of the weights' rows, so
-// that its sums of a step have one scale of the weights, and in the first product one has the
-// gate's columns and the other the up ones: the scale of 128 outputs is the largest of one row of a
-// tile.
+// Here each of the two multiplying warpgroups has 64 rows and all of the weights' rows, in two
+// halves with a scale each: in the first product the gate's 128 columns and the up ones, so that a
+// thread has both parts of an output, and four threads the 128 outputs of a row that share a scale.
 
 #include "experts/gpu/coded/layout.hpp"
 #include "experts/gpu/grouped/fp8/multiply.cuh"
@@ -32,13 +31,11 @@ __device__ __forceinline__ void load_tile(const Sm90Context<Fp8Shape<kGated>>& c
     return kGated ? tile.column_tile * kGroups : (tile.column_tile * 2 + half) * kGroups;
   };
   const auto half_matrix = [&](int half) { return kGated ? 2 * work.expert + half : work.expert; };
-  // The kernel before writes the rows of the second product; the weights need not wait.
-  if (!kGated && is_first) wait_for_rows();
-  for (int step = 0; step < context.num_steps; ++step, cursor.advance()) {
-    const std::uint32_t full = context.full(cursor);
-    const std::uint32_t to = context.weights_at(cursor);
+  const auto load_weights = [&](const StageCursor<4>& to_stage, int step) {
+    const std::uint32_t full = context.full(to_stage);
+    const std::uint32_t to = context.weights_at(to_stage);
     constexpr int kStepElements = 128 * coded::kGroupRows / 8;  // of 8 bytes
-    ptx::mbarrier_wait(context.empty(cursor), cursor.phase ^ 1);
+    ptx::mbarrier_wait(context.empty(to_stage), to_stage.phase ^ 1);
     ptx::mbarrier_arrive_expect(full, bytes);
     if (tile.share_weights) {
       const int half = static_cast<int>(context.cta);
@@ -51,14 +48,30 @@ __device__ __forceinline__ void load_tile(const Sm90Context<Fp8Shape<kGated>>& c
                          half_matrix(half), full);
       }
     }
+  };
+  const auto load_rows = [&](const StageCursor<4>& to_stage, int step) {
     if constexpr (!kGated) {
-      const std::uint32_t rows_to = context.rows_at(cursor);
+      const std::uint32_t full = context.full(to_stage);
+      const std::uint32_t to = context.rows_at(to_stage);
       const int k = step * Shape::kTileK;
-      if (tile.rows > 0) ptx::tma_load_2d(rows_to, rows, k, tile.row, full);
+      if (tile.rows > 0) ptx::tma_load_2d(to, rows, k, tile.row, full);
       if (tile.rows > kHalfRows) {
-        ptx::tma_load_2d(rows_to + kHalfRowsBytes, rows, k, tile.row + kHalfRows, full);
+        ptx::tma_load_2d(to + kHalfRowsBytes, rows, k, tile.row + kHalfRows, full);
       }
     }
+  };
+  int step = 0;
+  if (!kGated && is_first) {
+    // The weights need not wait for the kernel that writes the rows.
+    StageCursor<4> begin = cursor;
+    const int ahead = min(Shape::kStages, context.num_steps);
+    for (; step < ahead; ++step, cursor.advance()) load_weights(cursor, step);
+    wait_for_rows();
+    for (int s = 0; s < ahead; ++s, begin.advance()) load_rows(begin, s);
+  }
+  for (; step < context.num_steps; ++step, cursor.advance()) {
+    load_weights(cursor, step);
+    load_rows(cursor, step);
   }
 }
 
@@ -92,7 +105,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Fp8Shape<kGated>::kT
                                    cta,
                                    ring,
                                    (params.depth + Shape::kTileK - 1) / Shape::kTileK};
-  const int group = static_cast<int>(threadIdx.x / 128);
+  // By a lane's word: addresses that depend on it then stay in registers of the whole warp, where
+  // the tensor core's descriptors have to be. Moving them there takes as long as a product.
+  const int group = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 128), 0);
   if (group == 0) {
     ptx::lower_registers<Shape::kLoadRegisters>();
     const int warp = static_cast<int>(threadIdx.x / 32);
@@ -105,7 +120,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Fp8Shape<kGated>::kT
     }
   } else {
     ptx::raise_registers<Shape::kMultiplyRegisters>();
-    Fp8Multiplier<kGated>(context, fp8, shared, group - 1).run();
+    Fp8Multiplier<kGated>(context, fp8, group - 1).run();
   }
   __syncwarp();
   ptx::cluster_sync();  // nobody leaves while the other CTA may still write here

@@ -21,11 +21,9 @@ struct Fp8Shape {
   static constexpr int kStages = 4;
   static constexpr int kLoadedRows = kTileRows;
 
-  // Of the first product: 64 x 128 sums from one warpgroup to the other. Of the second: a way out.
-  using Out = WarpStaging<64>;
-  static constexpr int kExchangeAt = kStages * kStageBytes;
-  static constexpr int kExchangeBytes = kGated ? 64 * 128 * 4 : 2 * Out::kBytes;
-  static constexpr int kMessagesAt = kExchangeAt + kExchangeBytes;
+  using Out = WarpStaging<64>;  // of the second product
+  static constexpr int kStagingAt = kStages * kStageBytes;
+  static constexpr int kMessagesAt = kStagingAt + (kGated ? 0 : 2 * Out::kBytes);
   static constexpr int kFullAt = kMessagesAt + kRingSlots * 16;
   static constexpr int kEmptyAt = kFullAt + kStages * 8;
   static constexpr int kGatheredAt = kEmptyAt + kStages * 8;
