@@ -203,6 +203,7 @@ target_sources(switchyard_models_cuda PRIVATE
   src/models/gpu/generation/batch/sum_norm.cu
   src/models/gpu/generation/batch/products.cu
   src/models/gpu/generation/batch/experts.cu
+  src/models/gpu/generation/batch/whole_experts.cu
   src/models/gpu/generation/persistent/step_bf16.cu
   src/models/gpu/generation/persistent/step_f32.cu
 )

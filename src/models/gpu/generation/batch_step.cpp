@@ -23,9 +23,14 @@ bool GpuCache::reserve_for_batch(const ModelOptions& options) {
   norm_.reserve(2 * batch_ * hidden);
   inner_.reserve(2 * batch_ *
                  std::max(routes ? top_k * config_.inner : 0, dense ? config_.dense_inner : 0));
-  expert_parts_.reserve(4 * batch_ * top_k * hidden);
+  expert_parts_.reserve(4 * batch_ * std::max(top_k * splits_of_experts(), 1) * hidden);
   is_batch_ = true;
   return true;
+}
+
+/// Of a layer that routes.
+std::int32_t GpuCache::splits_of_experts() const {
+  return batch_expert_splits(config_.experts, config_.hidden, config_.inner);
 }
 
 void GpuCache::batch_layer(std::int32_t l, const StepTools& tools) {
@@ -49,7 +54,7 @@ void GpuCache::batch_layer(std::int32_t l, const StepTools& tools) {
                  .in = of_q,
                  .out = hidden,
                  .stream = tools.stream});
-  batch_experts(l, tools);
+  batch_block(l, tools);
 }
 
 /// x_ and its norm in front of layer l; behind the last one, of the head.
@@ -60,6 +65,7 @@ void GpuCache::batch_norm(std::int32_t l, const StepTools& tools) {
             .parts = first ? nullptr : floats(expert_parts_),
             .share = chosen ? floats(share_) : nullptr,
             .top_k = chosen ? layer_config(config_).router.top_k() : 1,
+            .splits = chosen ? splits_of_experts() : 1,
             .sum = first ? nullptr : floats(x_),
             .weight = parameters_->value(behind ? host_->norm() : host_->layer(l).norm1),
             .y = norm_.data(),
@@ -88,7 +94,7 @@ BatchExpertsArgs GpuCache::experts_args(std::int32_t l, const StepTools& tools) 
   return args;
 }
 
-void GpuCache::batch_experts(std::int32_t l, const StepTools& tools) {
+void GpuCache::batch_block(std::int32_t l, const StepTools& tools) {
   if (config_.is_dense(l)) {
     sum_norm({.x = floats(middle_),
               .weight = parameters_->value(host_->layer(l).norm2),
@@ -100,9 +106,7 @@ void GpuCache::batch_experts(std::int32_t l, const StepTools& tools) {
   } else {
     norm_route_step(l, layer_config(config_).router.as_top_k(), tools);
   }
-  const BatchExpertsArgs args = experts_args(l, tools);
-  batch_gate_and_up(args);
-  batch_down(args);
+  batch_experts(experts_args(l, tools));
 }
 
 void GpuCache::batch_head(const StepTools& tools) {

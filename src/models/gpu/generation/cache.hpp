@@ -76,7 +76,8 @@ class GpuCache final : public DeviceCache {
   bool reserve_for_batch(const ModelOptions& options);
   void batch_layer(std::int32_t l, const StepTools& tools);
   void batch_norm(std::int32_t l, const StepTools& tools);
-  void batch_experts(std::int32_t l, const StepTools& tools);
+  void batch_block(std::int32_t l, const StepTools& tools);
+  [[nodiscard]] std::int32_t splits_of_experts() const;
   [[nodiscard]] BatchExpertsArgs experts_args(std::int32_t l, const StepTools& tools) const;
   void batch_head(const StepTools& tools);
 

@@ -18,9 +18,9 @@ inline constexpr std::int64_t kMostBatchHidden = 4096;
 
 struct SumNormArgs {
   const float* x = nullptr;      ///< [rows, H], H a multiple of 4, at most kMostBatchHidden.
-  const float* parts = nullptr;  ///< [rows, top_k, H] what is added, or null: nothing.
+  const float* parts = nullptr;  ///< [splits, rows, top_k, H] what is added, or null: nothing.
   const float* share = nullptr;  ///< [rows, top_k] times these, or null: as they are.
-  std::int32_t top_k = 1;
+  std::int32_t top_k = 1, splits = 1;
   float* sum = nullptr;           ///< out [rows, H]: x and its parts, may be x; or null.
   const float* weight = nullptr;  ///< [H].
   void* y = nullptr;              ///< out [rows, H] bf16: the sum's norm.
@@ -51,17 +51,20 @@ struct BatchExpertsArgs {
   const std::int32_t* expert = nullptr;  ///< [rows, top_k]; null: one expert, which all rows have.
   std::int32_t num_experts = 1, top_k = 1;
   const void* x = nullptr;              ///< [rows, H] bf16.
-  void* inner = nullptr;                ///< [rows, top_k, I] bf16.
-  float* parts = nullptr;               ///< out [rows, top_k, H], without the experts' weights.
+  void* inner = nullptr;                ///< [rows, top_k, I] bf16, of few experts only.
+  float* parts = nullptr;               ///< out [splits, rows, top_k, H], without their weights.
   std::int64_t rows = 0, h = 0, i = 0;  ///< rows <= kBatchRows; H and I multiples of 8.
   cudaStream_t stream = nullptr;
 };
 /// Whether eight of their rows fit into shared memory.
 [[nodiscard]] bool batch_experts_fit(std::int64_t h, std::int64_t i);
-/// inner = silu(gate) * up. An expert has neighbouring blocks, a multiprocessor's each; which rows
-/// are its, a block finds out for itself. Of more rows an expert than fit its weights are read
-/// again.
-void batch_gate_and_up(const BatchExpertsArgs& args);
-void batch_down(const BatchExpertsArgs& args);
+/// In how many parts an expert's outputs come, which are to be added.
+[[nodiscard]] std::int32_t batch_expert_splits(std::int32_t num_experts, std::int64_t h,
+                                               std::int64_t i);
+/// inner = silu(gate) * up, parts = inner w2^T. An expert has neighbouring blocks, a
+/// multiprocessor's each; which rows are its, a block finds out for itself. Of more rows an expert
+/// than fit its weights are read again. Of many experts one kernel, whose blocks have some of the
+/// inner columns each, which go nowhere, and leave a part of all outputs; of few, one a product.
+void batch_experts(const BatchExpertsArgs& args);
 
 }  // namespace switchyard::models::gpu

@@ -22,39 +22,28 @@ inline constexpr int kBarrierBytes = 16 * kMostStages;  ///< Full and empty of e
 template <bool kGated>
 inline constexpr int kTileColumns = kGated ? kOutsOfTile / 2 : kOutsOfTile;
 
-struct ExpertsKernelArgs {
-  const int4* w;               ///< [E, 2 I, H] or [E, H, I].
-  const int4* x;               ///< [rows, H] or [rows, top_k, I].
-  void* y;                     ///< out [rows, top_k, I] bf16 or [rows, top_k, H] f32.
-  const std::int32_t* expert;  ///< As BatchExpertsArgs has them.
-  int slots, top_k;
-  int packs, out;         ///< Packs of 16 bytes of a row of weights; columns.
-  int tiles_of_block;     ///< At most.
-  int piece, num_pieces;  ///< Packs of a row in a stage; how many make a row.
-  int num_stages, rows_at_once;
-  int warps_of_tile;  ///< A power of two: they share its pieces.
-};
-
 /// Packs from one row to the next: whole blocks of 32 columns, and an odd number, so that eight
 /// rows that are read together have all banks.
 [[nodiscard]] __host__ __device__ constexpr int row_stride(int packs) {
   return (packs + kBlockPacks - 1) / kBlockPacks * kBlockPacks + 1;
 }
 
-/// Stages of a ring: a piece of the columns of 16 rows of weights each, row_stride() apart. A
-/// tile is one warp's; the others come by too, or a barrier's parity would tell them nothing.
+/// Stages of a ring: rows of weights, row_stride() apart. Either all warps that consume come by
+/// each of them, also where a tile is another one's, or a stage has one reader (RingReader).
 class WeightRing {
  public:
-  __device__ __forceinline__ WeightRing(const ExpertsKernelArgs& p, unsigned char* memory)
+  /// @param packs  Of 16 bytes, of a stage.
+  __device__ __forceinline__ WeightRing(unsigned char* memory, int num_stages, int packs)
       : barriers_(ptx::shared_address(memory)),
         stages_(reinterpret_cast<int4*>(memory + kBarrierBytes)),
-        num_(p.num_stages),
-        packs_(kOutsOfTile * row_stride(p.piece)) {}
+        num_(num_stages),
+        packs_(packs) {}
 
-  __device__ __forceinline__ void init() const {
+  /// @param readers  Warps that consume a stage.
+  __device__ __forceinline__ void init(int readers) const {
     for (int i = 0; i < num_; ++i) {
       ptx::mbarrier_init(full(i), 32 * kProducers);
-      ptx::mbarrier_init(empty(i), kConsumers);
+      ptx::mbarrier_init(empty(i), static_cast<std::uint32_t>(readers));
     }
   }
   [[nodiscard]] __device__ __forceinline__ int num() const { return num_; }
@@ -86,16 +75,77 @@ struct RingPlace {
   }
 };
 
-/// What a producer warp does: some rows of stage after stage of the block's weights.
-template <bool kGated>
-class WeightProducer {
+/// A warp that reads some of the stages, in order, each alone. A barrier's parity tells it nothing
+/// where the stage before in that place may not be full yet; so none of a warp's stages may be
+/// further behind the one before than the ring is long. (Stages become full in order.)
+class RingReader {
  public:
-  __device__ __forceinline__ WeightProducer(const ExpertsKernelArgs& p, const WeightRing& ring,
-                                            int first_tile, int end_tile)
-      : p_(p), ring_(ring), first_(first_tile), end_(end_tile), tile_(first_tile) {
+  __device__ __forceinline__ explicit RingReader(const WeightRing& ring) : ring_(ring) {}
+
+  /// @returns where stage number `index` lies, now that it is full.
+  __device__ __forceinline__ std::uint32_t wait_for(int index) {
+    slot_ += index - last_;
+    last_ = index;
+    if (slot_ >= ring_.num()) {
+      slot_ -= ring_.num();
+      phase_ ^= 1U;
+    }
+    ptx::mbarrier_wait(ring_.full(slot_), phase_);
+    return ptx::shared_address(ring_.stage(slot_));
+  }
+  /// The whole warp: that stage may be filled again.
+  __device__ __forceinline__ void release() const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring_.empty(slot_));
+  }
+
+ private:
+  const WeightRing& ring_;
+  int last_ = -1, slot_ = -1;
+  std::uint32_t phase_ = 0;
+};
+
+/// What a producer warp does: stage after stage, as soon as there is room.
+class RingFiller {
+ public:
+  __device__ __forceinline__ explicit RingFiller(const WeightRing& ring) : ring_(ring) {}
+
+  [[nodiscard]] __device__ __forceinline__ int issued() const { return issued_; }
+
+  /// `fill(to)` copies this warp's share of the next stage by cp.async.
+  template <class Fill>
+  __device__ __forceinline__ void issue(const Fill& fill) {
+    if (issued_ >= ring_.num()) ptx::mbarrier_wait(ring_.empty(at_.slot), at_.phase ^ 1U);
+    fill(ptx::shared_address(ring_.stage(at_.slot)));
+    ptx::cp_async_arrive(ring_.full(at_.slot));
+    ++issued_;
+    at_.advance(ring_.num());
+  }
+
+ private:
+  const WeightRing& ring_;
+  RingPlace at_;
+  int issued_ = 0;
+};
+
+/// Tiles of a matrix [out, 8 packs], or of an expert's two: a stage is a piece of the columns of a
+/// tile's 16 rows.
+struct TilesArgs {
+  const int4* w;  ///< Of all experts.
+  int packs, out;
+  int first, end;         ///< Tiles of the block.
+  int piece, num_pieces;  ///< Packs of a row in a stage; how many make a row.
+  int at_once = 1;        ///< So many neighbouring tiles' pieces take turns.
+};
+
+/// A producer warp's share of them: some rows of each.
+template <bool kGated>
+class TilePieces {
+ public:
+  __device__ __forceinline__ TilePieces(const TilesArgs& p, int expert) : p_(p), first_(p.first) {
     const int row = (static_cast<int>(threadIdx.x) / 32 - kConsumers) * kRowsOfProducer;
     const std::int64_t matrix =
-        (kGated ? 2 : 1) * blockIdx.y + (row >= kColumns ? 1 : 0);  // gate or up
+        (kGated ? 2 : 1) * expert + (row >= kColumns ? 1 : 0);  // gate or up
     column_ = row % kColumns;
     from_ = p.w + matrix * p.out * p.packs + lane();
     to_ = static_cast<std::uint32_t>(16 * (row * row_stride(p.piece) + lane()));
@@ -103,17 +153,16 @@ class WeightProducer {
 
   /// Of one pass over the weights.
   [[nodiscard]] __device__ __forceinline__ int stages() const {
-    return (end_ - first_) * p_.num_pieces;
+    return (p_.end - p_.first) * p_.num_pieces;
   }
-  [[nodiscard]] __device__ __forceinline__ int issued() const { return issued_; }
 
-  __device__ __forceinline__ void issue() {
-    if (issued_ >= ring_.num()) ptx::mbarrier_wait(ring_.empty(at_.slot), at_.phase ^ 1U);
-    const int first = piece_ * p_.piece, column = tile_ * kColumns + column_;
+  /// The next stage, behind the last one the first again.
+  __device__ __forceinline__ void fill(std::uint32_t stage) {
+    const int first = piece_ * p_.piece, column = (first_ + tile_) * kColumns + column_;
     const int packs = min(p_.piece, p_.packs - first);
     if (lane() < row_stride(packs) - 1) {  // a whole block, with zeros
       const int4* from = from_ + std::int64_t{column} * p_.packs + first;
-      std::uint32_t to = ptx::shared_address(ring_.stage(at_.slot)) + to_;
+      std::uint32_t to = stage + to_;
 #pragma unroll
       for (int i = 0; i < kRowsOfProducer; ++i) {
         const bool there = column + i < p_.out && lane() < packs;
@@ -122,24 +171,23 @@ class WeightProducer {
         to += static_cast<std::uint32_t>(16 * row_stride(p_.piece));
       }
     }
-    ptx::cp_async_arrive(ring_.full(at_.slot));
-    ++issued_;
-    at_.advance(ring_.num());
+    const int at_once = min(p_.at_once, p_.end - first_);
+    if (++tile_ < at_once) return;
+    tile_ = 0;
     if (++piece_ < p_.num_pieces) return;
     piece_ = 0;
-    if (++tile_ == end_) tile_ = first_;
+    first_ += at_once;
+    if (first_ == p_.end) first_ = p_.first;
   }
 
  private:
   static constexpr int kColumns = kTileColumns<kGated>;
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-  const ExpertsKernelArgs& p_;
-  const WeightRing& ring_;
-  int first_, end_, tile_, column_, piece_ = 0, issued_ = 0;
+  const TilesArgs& p_;
+  int first_, tile_ = 0, column_, piece_ = 0;
   const int4* from_;
   std::uint32_t to_;
-  RingPlace at_;
 };
 
 }  // namespace switchyard::models::gpu
