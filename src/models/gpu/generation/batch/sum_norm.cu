@@ -10,38 +10,17 @@ namespace {
 constexpr int kMostThreads = 256;
 constexpr int kQuads = static_cast<int>(kMostBatchHidden) / (4 * kMostThreads);
 
-constexpr int kPartsAtOnce = 16;  // under way
-
-/// Four columns of a row's parts, weighed, in the order of splits and then of choices.
-__device__ __forceinline__ void add_parts(const SumNormArgs& p, std::int64_t row_and_column,
-                                          float (&v)[4]) {
-  if (p.parts == nullptr) return;
-  const int row = static_cast<int>(blockIdx.x), num = p.splits * p.top_k;
-  const std::int64_t of_row = row * p.hidden, of_split = p.rows * p.top_k * p.hidden;
-  const float* from = p.parts + of_row * p.top_k + (row_and_column - of_row);
-  const bool weighed = p.share != nullptr;
-  const float* const shares = weighed ? p.share + row * p.top_k : p.weight;
-  int k = 0;
-#pragma unroll 1
-  for (int first = 0; first < num; first += kPartsAtOnce) {
-    float of[kPartsAtOnce][4], share[kPartsAtOnce];
-    // No branch, which a load would wait behind: what there is not is another one.
+/// Adds four columns of kAtOnce splits, whose loads are under way together.
+template <int kAtOnce>
+__device__ __forceinline__ void add_splits(const float* from, std::int64_t of_split,
+                                           float (&sum)[4]) {
+  float of[kAtOnce][4];
 #pragma unroll
-    for (int i = 0; i < kPartsAtOnce; ++i) {
-      load4(from + k * p.hidden, of[i]);
-      share[i] = shares[k];
-      if (first + i + 1 >= num) continue;
-      from += k + 1 == p.top_k ? of_split : 0;
-      k = k + 1 == p.top_k ? 0 : k + 1;
-    }
+  for (int i = 0; i < kAtOnce; ++i) load4(from + i * of_split, of[i]);
 #pragma unroll
-    for (int i = 0; i < kPartsAtOnce; ++i) {
-      const bool there = first + i < num;
+  for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        v[j] = there ? fmaf(weighed ? share[i] : 1.0F, of[i][j], v[j]) : v[j];
-      }
-    }
+    for (int j = 0; j < 4; ++j) sum[j] += of[i][j];
   }
 }
 
@@ -57,6 +36,8 @@ __global__ void __launch_bounds__(kMostThreads) sum_norm_kernel(SumNormArgs p) {
   }
   wait_for_stages_in_front();
   const std::int64_t row = std::int64_t{blockIdx.x} * size;
+  const int num_parts = p.parts == nullptr ? 0 : p.top_k;
+  const std::int64_t of_split = p.rows * num_parts * size;
   float v[kQuads][4];
   float squares = 0;
 #pragma unroll
@@ -64,7 +45,25 @@ __global__ void __launch_bounds__(kMostThreads) sum_norm_kernel(SumNormArgs p) {
     const int column = begin + q * each;
     if (column >= size) continue;
     load4(p.x + row + column, v[q]);
-    add_parts(p, row + column, v[q]);
+#pragma unroll 1
+    for (int k = 0; k < num_parts; ++k) {
+      const float share =
+          p.share == nullptr ? 1.0F : p.share[static_cast<int>(blockIdx.x) * num_parts + k];
+      const float* from = p.parts + row * num_parts + k * size + column;
+      float sum[4] = {};
+      int splits = p.splits;
+#pragma unroll 1
+      for (; splits >= 8; splits -= 8, from += 8 * of_split) add_splits<8>(from, of_split, sum);
+      if (splits >= 4) {
+        add_splits<4>(from, of_split, sum);
+        splits -= 4;
+        from += 4 * of_split;
+      }
+#pragma unroll 1
+      for (; splits > 0; --splits, from += of_split) add_splits<1>(from, of_split, sum);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[q][j] = fmaf(share, sum[j], v[q][j]);
+    }
 #pragma unroll
     for (int j = 0; j < 4; ++j) squares += v[q][j] * v[q][j];
     if (p.sum != nullptr) store4(p.sum + row + column, v[q]);
