@@ -37,7 +37,7 @@ def without_angles(text):
 def declared(text):
     """The name that a declaration gives, or None."""
     text = re.sub(r"\[\[.*?\]\]", "", text, flags=re.S)
-    text = re.sub(r"(?:__launch_bounds__|alignas|\b[A-Z]\w*_[A-Z_]+)\s*\((?:[^()]|\([^()]*\))*\)", "", text)
+    text = re.sub(r"(?:__launch_bounds__|__maxnreg__|alignas|\b[A-Z]\w*_[A-Z_]+)\s*\((?:[^()]|\([^()]*\))*\)", "", text)
     text = re.sub(r"^(?:template\s*)+", "", without_angles(text).strip().rstrip(";").strip())
     named = re.match(r"(?:struct|class|enum class|enum|union)\s+(\w+)\s*(?:final\s*)?"
                      r"(?::[^;{]*)?(?:\{|$)", text)
