@@ -389,24 +389,26 @@ __device__ __forceinline__ void raise_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/// Programmatic dependent launch: until the previous kernel of the stream has triggered or ended.
+#endif
+
+// ---- programmatic dependent launch: on Hopper, elsewhere nothing --------------------------------
+
+/// Until the previous kernel of the stream has ended.
 __device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 /// The next kernel of the stream may start once all CTAs have come here.
 __device__ __forceinline__ void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-#endif
-
-/// On Hopper: until the previous kernel of the stream has ended; then the next one may start. So a
-/// kernel may rely, before it calls this, on all that came before its predecessor.
-__device__ __forceinline__ void start_after_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+/// Both. So a kernel may rely, before it calls this, on all that came before its predecessor.
+__device__ __forceinline__ void start_after_previous_kernel() {
   wait_for_previous_kernel();
   let_next_kernel_start();
-#endif
 }
 
 // ---- weight streams: copies with a cache policy, TF32 -----------------------------

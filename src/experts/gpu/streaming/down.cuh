@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(CrewOf<W, kMaxTokenTiles>::kThreads, kMaxToken
       report_plan(args.report, args.status, args.token_begin[args.num_tokens]);
     }
   } else if (warp == Crew::kTokenWarp) {
-    grid_wait();  // for the first kernel's act
+    ptx::wait_for_previous_kernel();  // for the first kernel's act
     down_load_tokens<W, kHopper>(args, work, ring, [](int) {}, {});
   } else if (warp == Crew::kFinishWarp) {
     down_finish(args, work, ring, parts, y, {});
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(CrewOf<W, kMaxTokenTiles>::kThreads, kMaxToken
     down_multiply<W, kTiles, kMaxTokenTiles, kByItem>(args, work, ring, parts, y, {}, {});
   }
   // All kernels before this one are complete now, also those that read `sums`.
-  grid_wait();
+  ptx::wait_for_previous_kernel();
   __syncthreads();
   add_up<Crew>(args, Rows<T>{work.first_row, work.rows, begins, terms, y});
 }

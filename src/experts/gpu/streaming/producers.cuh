@@ -186,11 +186,8 @@ struct WeightProducer {
   __device__ __forceinline__ void let_next_start() {
     told = true;
     if constexpr (kHopper) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
       // Whoever is let in may rely on what came before this kernel being complete.
-      ptx::wait_for_previous_kernel();
-      ptx::let_next_kernel_start();
-#endif
+      ptx::start_after_previous_kernel();
     }
   }
 };

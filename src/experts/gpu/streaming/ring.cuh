@@ -133,12 +133,6 @@ __device__ __forceinline__ void init_ring(const Ring& ring) {
 #endif
 }
 
-__device__ __forceinline__ void grid_wait() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  ptx::wait_for_previous_kernel();
-#endif
-}
-
 /// The rows of an expert in the plan.
 struct ExpertRows {
   int begin;

@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(UpWork<W, kTiles>::Crew::kThreads, kTiles <= 2
                   ptx::shared_address(shared + args.ring_at), args.pieces.num_stages,
                   args.pieces.stage_bytes};
   if (threadIdx.x == 0) init_ring<kHopper, Crew>(ring);
-  if (!args.plan_is_older) grid_wait();
+  if (!args.plan_is_older) ptx::wait_for_previous_kernel();
   if (args.row_token != nullptr) {
     for (int r = static_cast<int>(threadIdx.x); r < args.max_rows; r += Crew::kThreads) {
       tokens[r] = args.row_token[r];
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(UpWork<W, kTiles>::Crew::kThreads, kTiles <= 2
     return;
   }
   // Only the weights may be fetched before the tokens are there and `act` is free.
-  grid_wait();
+  ptx::wait_for_previous_kernel();
   if (warp == Crew::kTokenWarp) {
     up_load_tokens<W, kTiles, kHopper>(args, work, ring, tokens, items, cursor);
   } else if (warp == Crew::kFinishWarp) {

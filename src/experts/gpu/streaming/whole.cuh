@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(UsualCrew::kThreads, 2)
     init_claims(claims);
     init_ring<true>(ring);
   }
-  if (!args.up.plan_is_older) grid_wait();
+  if (!args.up.plan_is_older) ptx::wait_for_previous_kernel();
   int* experts = reinterpret_cast<int*>(shared + args.experts_at);
   if (args.makes_plan) {
     make_plan_here(args, {experts, tokens, begins, terms});
@@ -234,13 +234,13 @@ __global__ void __launch_bounds__(UsualCrew::kThreads, 2)
         args.up, up, ring, ClaimedItems{claims, args.sync, first, up.num_items}, cursor);
     down_load_weights<T, true>(args.down, down, ring, cursor);
   } else if (warp == UsualCrew::kTokenWarp) {
-    grid_wait();  // for the tokens
+    ptx::wait_for_previous_kernel();  // for the tokens
     up_load_tokens<T, kUpTiles, true>(args.up, up, ring, tokens, items, cursor);
     down_load_tokens<T, true>(args.down, down, ring, StoredHits{args.sync, up.per_hit, num_hits},
                               cursor);
     leave(args.sync, num_hits);
   } else if (warp == UsualCrew::kFinishWarp) {
-    grid_wait();  // until `act` is free
+    ptx::wait_for_previous_kernel();  // until `act` is free
     if (args.makes_plan && blockIdx.x == 0 && threadIdx.x % 32 == 0) {
       report_plan(args.down.report, args.down.status, begins[args.plan.num_tokens]);
     }
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(UsualCrew::kThreads, 2)
     down_multiply<T, kDownTiles, 4, kByItem>(args.down, down, ring, parts, y, cursor, part);
   }
   // All kernels before this one are complete now, also those that read `sums`.
-  grid_wait();
+  ptx::wait_for_previous_kernel();
   __syncthreads();
   add_up(args.down, Rows<T>{down.first_row, down.rows, begins, terms, y});
 }

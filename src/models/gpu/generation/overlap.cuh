@@ -11,17 +11,9 @@ namespace switchyard::models::gpu {
 
 /// First of all: the stage behind may begin as soon as there is room for it. Only where that one
 /// touches nothing but weights before its own wait.
-__device__ __forceinline__ void let_stage_behind_begin() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  ptx::let_next_kernel_start();
-#endif
-}
+__device__ __forceinline__ void let_stage_behind_begin() { ptx::let_next_kernel_start(); }
 /// Until all stages in front have ended: before anything is touched that they read or write.
-__device__ __forceinline__ void wait_for_stages_in_front() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  ptx::wait_for_previous_kernel();
-#endif
-}
+__device__ __forceinline__ void wait_for_stages_in_front() { ptx::wait_for_previous_kernel(); }
 
 /// Asks for `packs` of 16 bytes into the L2 cache, by one thread. Loads into registers will not do
 /// in front of a wait: the compiler moves them behind it.
