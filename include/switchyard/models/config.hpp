@@ -86,6 +86,10 @@ struct ModelConfig {
   std::optional<AdapterConfig> adapters{};
 
   [[nodiscard]] bool is_dense(std::int32_t layer) const { return layer < first_dense; }
+  /// Columns of a layer's queries, keys and values: (N + 2 M) D.
+  [[nodiscard]] std::int64_t qkv_columns() const {
+    return (std::int64_t{heads} + std::int64_t{2} * kv_heads) * head_dim;
+  }
 };
 
 /// @throws Error{kInvalidArgument} that names the value which breaks a rule above.

@@ -63,7 +63,7 @@ void GpuModel::reserve(const Call& call) {
 void GpuModel::rehearse(const Call& call) {
   const std::int64_t hidden = config_.hidden, of_q = config_.heads * config_.head_dim;
   const LayerTensors& tensors = host_->layer(0);
-  const std::int64_t qkv = of_q + std::int64_t{2} * config_.kv_heads * config_.head_dim;
+  const std::int64_t qkv = config_.qkv_columns();
   const LayerRooms& rooms = rooms_.front();
   const auto all_of = [&](Dense x, Dense y, std::int64_t weight, Dense dx, std::int64_t count,
                           std::int64_t in, std::int64_t out, Dense forward_to) {
@@ -157,7 +157,7 @@ AttentionArgs GpuModel::attention_args(const Call& call, const LayerRooms& rooms
 void GpuModel::attention_forward(const Call& call, std::int32_t l, LayerRooms& rooms) {
   const LayerTensors& tensors = host_->layer(l);
   const std::int64_t hidden = config_.hidden, of_q = config_.heads * config_.head_dim;
-  const std::int64_t qkv = of_q + std::int64_t{2} * config_.kv_heads * config_.head_dim;
+  const std::int64_t qkv = config_.qkv_columns();
   const bool first = l == 0;
   rms_norm({.x = floats(first ? rooms.x : rooms_of(call, l - 1).middle),
             .delta = first ? nullptr : block_.data(),

@@ -48,7 +48,7 @@ double device_activations(const ModelConfig& config, DType compute, double token
   const auto hidden = static_cast<double>(config.hidden), dim = double(config.head_dim);
   const double heads = config.heads, kv_heads = config.kv_heads;
   const auto layers = static_cast<double>(config.layers), picks = double(config.top_k);
-  const double of_q = heads * dim, qkv = of_q + 2 * kv_heads * dim;
+  const double of_q = heads * dim, qkv = static_cast<double>(config.qkv_columns());
   // The stream before and behind attention; what products take; scales and sums of rows.
   const double of_layer = 8 * hidden + c * (2 * hidden + qkv + (of_q + kv_heads * dim) + of_q) +
                           4 * (2 + 2 * heads + kv_heads) + 8 * picks + 4 * double(config.experts);

@@ -42,7 +42,7 @@ void GpuCache::batch_layer(std::int32_t l, const StepTools& tools) {
                  .y = qkv_.data(),
                  .rows = batch_,
                  .in = hidden,
-                 .out = of_q + std::int64_t{2} * config_.kv_heads * config_.head_dim,
+                 .out = config_.qkv_columns(),
                  .stream = tools.stream});
   attend_step(l, tools);
   batch_product({.x = mixed_.data(),

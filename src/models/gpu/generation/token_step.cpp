@@ -106,7 +106,7 @@ void GpuCache::norm(const float* x, const std::byte* delta, float* sum, std::int
 void GpuCache::attention_step(std::int32_t l, const StepTools& tools) {
   const LayerTensors& tensors = host_->layer(l);
   const std::int64_t hidden = config_.hidden, of_q = config_.heads * config_.head_dim;
-  const std::int64_t qkv = of_q + std::int64_t{2} * config_.kv_heads * config_.head_dim;
+  const std::int64_t qkv = config_.qkv_columns();
   const bool first = l == 0;
   const float* const x = first ? floats(x_) : floats(middle_);
   const std::byte* const delta = first ? nullptr : block_.data();
