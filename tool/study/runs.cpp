@@ -348,6 +348,11 @@ std::optional<json> do_run(const StudyPlace& place, const StudyRun& run, const R
   }
   write_text(setup.options.directory / kRunFile, line.dump() + "\n");
   drop_weights(place, name, line);
+  const fs::path& checkpoint = outcome.result.checkpoint;
+  const bool is_at_its_end = outcome.result.end == TrainResult::End::kFinished;
+  if (is_at_its_end && kind_of(checkpoint) == FileKind::kDirectory) {
+    models::drop_moments(checkpoint);  // nobody will go on from here
+  }
   return line;
 }
 

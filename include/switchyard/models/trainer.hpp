@@ -161,6 +161,12 @@ struct CheckpointOrigin {
 /// leaves it. @throws Error{kBadFile}: that file is damaged, or says no step or seed.
 [[nodiscard]] std::optional<CheckpointOrigin> read_origin(const std::filesystem::path& directory);
 
+/// Lets go of the optimiser's moments in the checkpoint that a run has ended with, two thirds of
+/// its bytes where all tensors learn. It is loaded and says its origin as before, and train() with
+/// `resume` takes it for the end that it is. Nothing to do where there are none.
+/// @throws Error{kInvalidArgument}: the run has steps left; {kBadFile}: its file is damaged; {kIo}.
+void drop_moments(const std::filesystem::path& directory);
+
 /// Memory of a run by what it is for: bytes, of all ranks together.
 struct TrainMemory {
   double weights = 0;      ///< Values, and what products take of them: packed, or of 16 bits.

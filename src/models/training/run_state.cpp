@@ -43,6 +43,24 @@ json read_run(const std::filesystem::path& path) {
   return run;
 }
 
+bool has_moments(const std::filesystem::path& file) {
+  return SafetensorsFile(file).tensors().size() > 1;
+}
+
+std::int64_t step_of(const json& run) { return run[kStep].get<std::int64_t>(); }
+
+/// Steps that a run has when it is at its end.
+std::int64_t last_step_of(const json& run, const std::filesystem::path& file) {
+  const json::json_pointer steps("/schedule/steps");
+  require_file(run.contains(steps) && run[steps].is_number_unsigned(), file.string(),
+               "'{}' has no steps of a schedule", kRunTensor);
+  return run[steps].get<std::int64_t>();
+}
+
+StoredTensor run_tensor(const std::string& words) {
+  return {{kRunTensor, StoredType::kU8, {std::ssize(words)}}, std::as_bytes(std::span(words))};
+}
+
 void require_same_run(const json& wanted, const json& found, const std::string& file) {
   const json here = wanted.flatten();
   json there = found.flatten();
@@ -135,9 +153,21 @@ std::optional<CheckpointOrigin> read_origin(const std::filesystem::path& directo
   const json run = read_run(file);
   require_file(run.contains("seed") && run["seed"].is_number_unsigned(), file.string(),
                "'{}' has no seed", kRunTensor);
-  return CheckpointOrigin{.step = run[kStep].get<std::int64_t>(),
+  return CheckpointOrigin{.step = step_of(run),
                           .seed = run["seed"].get<std::uint64_t>(),
                           .has_init = run.contains("init")};
+}
+
+void drop_moments(const std::filesystem::path& directory) {
+  const std::filesystem::path file = directory / kOptimizerFile;
+  const json run = read_run(file);
+  if (!has_moments(file)) return;
+  const std::int64_t last = last_step_of(run, file);
+  require(step_of(run) >= last, "{}: moments of step {} are wanted for those up to {}",
+          file.string(), step_of(run), last);
+  const std::string words = run.dump();
+  const StoredTensor alone = run_tensor(words);
+  write_safetensors(file, {&alone, 1});
 }
 
 void write_checkpoint(Replicas& replicas, const json& run, std::int64_t step,
@@ -150,8 +180,7 @@ void write_checkpoint(Replicas& replicas, const json& run, std::int64_t step,
   with_step[kStep] = step;
   with_step[kUpdates] = replicas.optimizer().steps();
   const std::string words = with_step.dump();
-  const StoredTensor with_words{{kRunTensor, StoredType::kU8, {std::ssize(words)}},
-                                std::as_bytes(std::span(words))};
+  const StoredTensor with_words = run_tensor(words);
   replicas.write(Replicas::Numbers::kMoments, directory / kOptimizerFile, {&with_words, 1});
 }
 
@@ -161,9 +190,11 @@ std::int64_t read_checkpoint(Replicas& replicas, const json& run,
   const json found = read_run(file);
   require_same_run(run, found, file.string());
   replicas.load_values(directory);
-  replicas.load(Replicas::Numbers::kMoments, file, {kRunTensor});
+  if (has_moments(file) || step_of(found) < last_step_of(found, file)) {
+    replicas.load(Replicas::Numbers::kMoments, file, {kRunTensor});
+  }
   replicas.set_steps(found[kUpdates].get<std::int64_t>());
-  return found[kStep].get<std::int64_t>();
+  return step_of(found);
 }
 
 }  // namespace switchyard::models
