@@ -346,13 +346,12 @@ std::optional<json> do_run(const StudyPlace& place, const StudyRun& run, const R
     evaluate_run(place, run, config, outcome.result.checkpoint, line);
     if (line["loss"].is_null()) line["diverged"] = "the loss on held-out text is not finite";
   }
+  // Nobody will go on from here, but whoever was killed before there is a result.
+  if (outcome.result.end == TrainResult::End::kFinished) {
+    models::drop_moments(outcome.result.checkpoint);
+  }
   write_text(setup.options.directory / kRunFile, line.dump() + "\n");
   drop_weights(place, name, line);
-  const fs::path& checkpoint = outcome.result.checkpoint;
-  const bool is_at_its_end = outcome.result.end == TrainResult::End::kFinished;
-  if (is_at_its_end && kind_of(checkpoint) == FileKind::kDirectory) {
-    models::drop_moments(checkpoint);  // nobody will go on from here
-  }
   return line;
 }
 
