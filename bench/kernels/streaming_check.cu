@@ -143,7 +143,7 @@ __device__ unsigned hashed(unsigned x) {
 }
 
 /// Times e4m3's normal numbers, so that of 128 x 128 of them the largest is about 448: what a
-/// quantised checkpoint has. (Codes of all exponents alike cost the tensor cores more power.)
+/// quantised checkpoint has.
 constexpr float kE4M3Deviation = 107;
 
 /// MXFP4: any code, scales of three powers of two. e4m3: normal numbers.

@@ -106,7 +106,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Fp8Shape<kGated>::kT
                                    ring,
                                    (params.depth + Shape::kTileK - 1) / Shape::kTileK};
   // By a lane's word: addresses that depend on it then stay in registers of the whole warp, where
-  // the tensor core's descriptors have to be. Moving them there takes as long as a product.
+  // the tensor core's descriptors have to be, and are not moved there between two products.
   const int group = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 128), 0);
   if (group == 0) {
     ptx::lower_registers<Shape::kLoadRegisters>();

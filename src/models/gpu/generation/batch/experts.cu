@@ -48,17 +48,12 @@ __global__ void __maxnreg__(64) streaming_batch_kernel(ExpertsKernelArgs p) {
     const auto issue = [&] { filler.issue([&](std::uint32_t to) { pieces.fill(to); }); };
     const int at_once = min(ring.num(), pieces.stages());
     while (filler.issued() < at_once) issue();
-    wait_for_stages_in_front();
-    ptx::mbarrier_wait(found, 0);
-    const int passes = (own.count + p.rows_at_once - 1) / p.rows_at_once;
+    const int passes = wait_for_passes(own, p.rows_at_once, found);
     while (filler.issued() < passes * pieces.stages()) issue();
     ptx::cp_async_wait<0>();
     return;
   }
-  wait_for_stages_in_front();
-  find_slots(p.choice, own);
-  consumers_meet();
-  if (threadIdx.x == 0) ptx::mbarrier_arrive(found);
+  find_slots_of_all(p.choice, own, found);
 
   int4* const rows = ring.behind();
   const int team = warp / p.warps_of_tile, own_piece = warp % p.warps_of_tile;

@@ -39,6 +39,23 @@ __device__ __forceinline__ void find_slots(const Choice& p, OwnSlots& own) {
   }
 }
 
+/// By the consumers, behind the stages in front: the slots, which `found` then says to those that
+/// fill the ring.
+__device__ __forceinline__ void find_slots_of_all(const Choice& choice, OwnSlots& own,
+                                                  std::uint32_t found) {
+  wait_for_stages_in_front();
+  find_slots(choice, own);
+  consumers_meet();
+  if (threadIdx.x == 0) ptx::mbarrier_arrive(found);
+}
+/// By those that fill the ring: how many times they have to.
+[[nodiscard]] __device__ __forceinline__ int wait_for_passes(const OwnSlots& own, int rows_at_once,
+                                                             std::uint32_t found) {
+  wait_for_stages_in_front();
+  ptx::mbarrier_wait(found, 0);
+  return (own.count + rows_at_once - 1) / rows_at_once;
+}
+
 /// By the consumers: rows of `packs` packs into shared memory, row_stride() apart, with zeros
 /// behind them.
 template <class RowOf>

@@ -51,7 +51,7 @@ struct BatchExpertsArgs {
   const std::int32_t* expert = nullptr;  ///< [rows, top_k]; null: one expert, which all rows have.
   std::int32_t num_experts = 1, top_k = 1;
   const void* x = nullptr;              ///< [rows, H] bf16.
-  void* inner = nullptr;                ///< [rows, top_k, I] bf16, of few experts only.
+  void* inner = nullptr;                ///< [rows, top_k, I] bf16, of two kernels only.
   float* parts = nullptr;               ///< out [splits, rows, top_k, H], without their weights.
   std::int64_t rows = 0, h = 0, i = 0;  ///< rows <= kBatchRows; H and I multiples of 8.
   cudaStream_t stream = nullptr;

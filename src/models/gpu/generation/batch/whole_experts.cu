@@ -122,17 +122,12 @@ __global__ void __maxnreg__(112) streaming_batch_whole_kernel(WholeExpertsArgs p
     };
     const int at_once = min(ring.num(), of_pass);
     while (filler.issued() < at_once) issue();
-    wait_for_stages_in_front();
-    ptx::mbarrier_wait(found, 0);
-    const int passes = (own.count + p.rows_at_once - 1) / p.rows_at_once;
+    const int passes = wait_for_passes(own, p.rows_at_once, found);
     while (filler.issued() < passes * of_pass) issue();
     ptx::cp_async_wait<0>();
     return;
   }
-  wait_for_stages_in_front();
-  find_slots(p.choice, own);
-  consumers_meet();
-  if (threadIdx.x == 0) ptx::mbarrier_arrive(found);
+  find_slots_of_all(p.choice, own, found);
 
   const int own_stride = row_stride(p.slice.packs_of_block), own_whole = row_stride(own_packs) - 1;
   int4* const rows = ring.behind();
