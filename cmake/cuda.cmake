@@ -159,6 +159,7 @@ switchyard_cuda_sources(sm90a
   src/experts/gpu/grouped/sm90/gated_kept.cu
   src/experts/gpu/grouped/sm90/plain_kept.cu
   src/experts/gpu/grouped/coded/order.cu
+  src/experts/gpu/grouped/coded/split.cu
   src/experts/gpu/grouped/coded/product.cu
   src/experts/gpu/grouped/fp8/product.cu
   src/experts/gpu/grouped/f32/sm90.cu

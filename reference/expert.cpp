@@ -7,6 +7,8 @@
 #include <cmath>
 #include <numbers>
 
+#include "reference/fp8.hpp"
+
 namespace switchyard::reference {
 namespace {
 
@@ -180,12 +182,19 @@ std::vector<Bounded> expert_row(const ExpertConfig& config, const ExpertMatrices
       (precision.may_scale_sums ? rounding_of(precision.compute) : 0) + precision.product_loss();
   std::vector<double> x_error;
   if (precision.quantize_q8) add_row_error(x, x_error);
+  const auto sum = [&](std::span<const double> matrix, std::int64_t i, std::span<const double> of,
+                       std::span<const double> of_error, std::span<const float> bias) {
+    Bounded value = dot(matrix, i, of, of_error, bias, off);
+    if (precision.may_split_rows) {
+      value.error += loss_of_split(matrix.subspan(at(i) * of.size(), of.size()), of, of_error);
+    }
+    return value;
+  };
   std::vector<double> inner;
   std::vector<double> inner_error;
   for (std::int64_t i = 0; i < config.inner; ++i) {
-    const Bounded gate = dot(matrices.gate, i, x, x_error, matrices.gate_bias, off);
-    const Bounded up =
-        config.gated ? dot(matrices.up, i, x, x_error, matrices.up_bias, off) : Bounded{};
+    const Bounded gate = sum(matrices.gate, i, x, x_error, matrices.gate_bias);
+    const Bounded up = config.gated ? sum(matrices.up, i, x, x_error, matrices.up_bias) : Bounded{};
     const Bounded value = convert(precision.compute, inner_value(config, gate, up));
     inner.push_back(value.value);
     inner_error.push_back(value.error);
@@ -193,7 +202,7 @@ std::vector<Bounded> expert_row(const ExpertConfig& config, const ExpertMatrices
   if (precision.quantize_q8) add_row_error(inner, inner_error);
   std::vector<Bounded> y;
   for (std::int64_t h = 0; h < config.hidden; ++h) {
-    y.push_back(dot(matrices.down, h, inner, inner_error, matrices.down_bias, off));
+    y.push_back(sum(matrices.down, h, inner, inner_error, matrices.down_bias));
   }
   return y;
 }

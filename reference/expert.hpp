@@ -22,9 +22,12 @@ struct Precision {
   /// CUDA, f32, the forward: factors may be split into their upper 11 bits and the rest, the
   /// product of the rests left out, and sums of products cut off where tensor cores add.
   bool may_split_products = false;
-  /// The share of a product's magnitude that this loses at most (about 2^-21 in the mean): a rest
-  /// is less than 2^-10 of its number, so 2^-20 by the product that is left out; 2^-20 by each
-  /// rest, of which tensor cores take 11 bits of 13; 2^-22 by sums cut off.
+  /// CUDA, weights in MXFP4: sums of 128 products may keep 14 bits, as loss_of_split() of fp8.hpp
+  /// has it.
+  bool may_split_rows = false;
+  /// The share of a product's magnitude that may_split_products loses at most (about 2^-21 in the
+  /// mean): a rest is less than 2^-10 of its number, so 2^-20 by the product that is left out;
+  /// 2^-20 by each rest, of which tensor cores take 11 bits of 13; 2^-22 by sums cut off.
   [[nodiscard]] double product_loss() const {
     return may_split_products && compute == DType::kF32 ? 3.25 * 0x1p-20 : 0;
   }

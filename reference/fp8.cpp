@@ -169,6 +169,41 @@ Bounded fp8_dot(const Fp8Row& matrix, std::int64_t i, const Fp8Row& x,
   return in_range({value, error}, magnitude + error);
 }
 
+double loss_of_split(std::span<const double> w, std::span<const double> x,
+                     std::span<const double> x_error) {
+  const auto off = [&](std::size_t k) { return x_error.empty() ? 0.0 : x_error[k]; };
+  double largest_x = 0;
+  for (std::size_t k = 0; k < x.size(); ++k) {
+    largest_x = std::max(largest_x, std::abs(x[k]) + off(k));
+  }
+  constexpr double kShare = 0x1p-4;  // that the second number has of a value at most
+  double error = 0;
+  for (std::size_t block = 0; block < x.size(); block += kBlock) {
+    double sum = 0;
+    double uncertain = 0;
+    for (std::size_t step = block; step < std::min(x.size(), block + kBlock); step += kStep) {
+      double half[2] = {0, 0};
+      double power = 0;
+      double second = 0;
+      for (std::size_t k = step; k < std::min(x.size(), step + kStep); ++k) {
+        const double size = std::abs(w[k]);
+        half[k % 8 / 4] += w[k] * x[k];
+        second += size * (std::abs(x[k]) + off(k)) * kShare;
+        uncertain += size * off(k);
+        // Below 2^-14 of the largest value a code's exponent stays where it is.
+        power = std::max(
+            power, size * std::max((1 + kShare) * (std::abs(x[k]) + off(k)), 0x1p-13 * largest_x));
+        error += size * 0x1p-17 * largest_x;
+      }
+      const double largest =
+          std::max({std::abs(sum), std::abs(sum + half[0]), std::abs(sum + half[0] + half[1])});
+      sum += half[0] + half[1];
+      error += 2 * kLostOfStep * std::max(power, largest + second + uncertain);
+    }
+  }
+  return error;
+}
+
 Fp8Expert read_fp8_expert(const ExpertConfig& config, const ExpertSource& source,
                           std::int32_t expert) {
   Fp8Expert e{.gate = read_fp8(source, expert, ExpertPart::kGate, config.inner, config.hidden),

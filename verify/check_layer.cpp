@@ -287,7 +287,9 @@ class LayerCheck {
                       .quantize_q8 = test_.weights == WeightFormat::kQ8,
                       .may_scale_sums = options_.backend == Backend::kCuda &&
                                         test_.weights == WeightFormat::kE4M3,
-                      .may_split_products = options_.backend == Backend::kCuda},
+                      .may_split_products = options_.backend == Backend::kCuda,
+                      .may_split_rows = options_.backend == Backend::kCuda &&
+                                        test_.weights == WeightFormat::kMxfp4},
         .ranks = test_.ranks,
         .wire = test_.wire,
         .rank_invariant = test_.rank_invariant,

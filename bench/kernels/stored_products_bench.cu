@@ -236,11 +236,13 @@ void time_mxfp4(const Mxfp4Layer& of, double zipf) {
   const Weights w2(c.experts, c.hidden, c.inner, 7, WeightFormat::kMxfp4);
   const Bf16Array act(size(rows * c.inner));
   const Bf16Array y(size(rows * c.hidden));
+  const DeviceArray<float> row_scales(size(rows));
   const GroupedGemmParams plan = call.bf16();
   const CodedGroupedParams p{.format = WeightFormat::kMxfp4,
                              .x = x.data(),
                              .row_token = plan.row_token,
                              .ordered = y.data(),
+                             .row_scales = row_scales.data(),
                              .num_tokens = c.tokens,
                              .w13 = w13.codes.data(),
                              .scales13 = w13.scales.data(),

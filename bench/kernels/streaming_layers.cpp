@@ -47,7 +47,7 @@ struct StreamingLayers::Memory {
   DeviceArray<std::byte> tokens, act, sums, rows, workspace, sync, numbers;
   DeviceArray<float> scales13, scales2;  // the same of all layers
   DeviceArray<std::byte> fp8_tokens;
-  DeviceArray<float> token_scales, act_scales;
+  DeviceArray<float> token_scales, act_scales, split_scales;
   DeviceArray<std::int32_t> fp8_counters;
   std::vector<std::unique_ptr<PlanOnDevice>> plans{};
 
@@ -82,6 +82,7 @@ struct StreamingLayers::Memory {
         fp8_tokens(bytes(c.num_tokens, c.hidden, DType::kF8E4M3)),
         token_scales(row_scales(c, c.num_tokens, c.hidden)),
         act_scales(row_scales(c, c.num_tokens * c.top_k, c.inner)),
+        split_scales(static_cast<std::size_t>(c.num_tokens * c.top_k)),
         fp8_counters(64) {
     workspace.fill(0);
     sync.fill(0);
@@ -151,7 +152,8 @@ StreamingLayers::StreamingLayers(const StreamingCase& c, Arena arena, cudaStream
                             .hidden = c.hidden,
                             .inner = c.inner,
                             .dtype = c.dtype,
-                            .format = c.format}};
+                            .format = c.format,
+                            .scales_fold = c.format == WeightFormat::kMxfp4}};
     params.scales13 = memory_->scales13.data();
     params.scales2 = memory_->scales2.data();
     params.x = memory_->tokens.data();
@@ -256,11 +258,13 @@ void StreamingLayers::launch_expanded(const StreamingParams& p, cudaStream_t str
 void StreamingLayers::launch_coded(const StreamingParams& p, unsigned parts,
                                    cudaStream_t stream) const {
   if (p.format == WeightFormat::kExact) fail(ErrorCode::kUnsupported, "these are numbers");
+  const bool splits = p.format == WeightFormat::kMxfp4;
   const CodedGroupedParams params{
       .format = p.format,
       .x = p.x,
       .row_token = p.row_token,
-      .ordered = (parts & kOrdered) != 0 ? memory_->rows.data() : nullptr,
+      .ordered = splits || (parts & kOrdered) != 0 ? memory_->rows.data() : nullptr,
+      .row_scales = splits ? memory_->split_scales.data() : nullptr,
       .num_tokens = p.num_tokens,
       .w13 = static_cast<const std::byte*>(p.w13),
       .scales13 = p.scales13,

@@ -55,7 +55,7 @@ class StreamingLayers {
   }  ///< Weights of a layer's hits, mean.
   [[nodiscard]] std::int64_t most_rows() const { return most_rows_; }  ///< Of any expert.
 
-  /// kOrdered: rows in the order of codes, of launch_coded().
+  /// kOrdered: rows of launch_coded() in the order of codes; MXFP4 has them as it must.
   enum Part : unsigned {
     kUp = 1,
     kDown = 2,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <random>
@@ -61,7 +62,7 @@ Stored random_e4m3(std::int64_t rows, std::int64_t cols) {
 
 std::vector<std::byte> packed(const Stored& stored, float& factor) {
   std::vector<std::byte> out(static_cast<std::size_t>(coded::bytes_of(stored.layout)));
-  factor = coded::pack(stored.layout, stored.rows(), out.data());
+  factor = coded::pack(stored.layout, stored.rows(), out.data()).factor;
   return out;
 }
 
@@ -245,21 +246,76 @@ TEST(CodedWeights, RowsOfE4M3LieAsWgmmaTakesThem) {
 
 TEST(CodedWeights, RowsInTheOrderOfCodesLieByRunsAsLanesTakeThem) {
   // Lane t owns values 8t to 8t + 7 of a step. A product of 16 takes two runs of 8 values, of which
-  // t has a pair in each: in order, or (e4m3, lanes 2 and 3) the last four values first.
-  for (const WeightFormat format : {WeightFormat::kMxfp4, WeightFormat::kE4M3}) {
-    std::set<std::int64_t> places;
-    for (std::int64_t column = 0; column < 96; ++column) {
-      const std::int64_t place = coded::ordered_column(format, column);
-      EXPECT_EQ(place / 32, column / 32);
-      EXPECT_EQ(place % 2, column % 2);
-      const std::int64_t lane = column % 32 / 8;
-      const std::int64_t pair = column % 8 / 2;
-      const bool turned = format == WeightFormat::kE4M3 && lane >= 2;
-      EXPECT_EQ(place % 32 / 8, turned ? (pair + 2) % 4 : pair) << column;
-      EXPECT_EQ(place % 8 / 2, lane) << column;
-      EXPECT_TRUE(places.insert(place).second);
-    }
+  // t has a pair in each: in order, or (lanes 2 and 3) the last four values first.
+  std::set<std::int64_t> places;
+  for (std::int64_t column = 0; column < 96; ++column) {
+    const std::int64_t place = coded::ordered_column(column);
+    EXPECT_EQ(place / 32, column / 32);
+    EXPECT_EQ(place % 2, column % 2);
+    const std::int64_t lane = column % 32 / 8;
+    const std::int64_t pair = column % 8 / 2;
+    EXPECT_EQ(place % 32 / 8, lane >= 2 ? (pair + 2) % 4 : pair) << column;
+    EXPECT_EQ(place % 8 / 2, lane) << column;
+    EXPECT_TRUE(places.insert(place).second);
   }
+}
+
+// The bytes of a split row are those that a lane's codes, chosen by the halves of its words, meet.
+TEST(CodedWeights, SplitRowsLieAsLanesTakeThem) {
+  for (const std::int64_t cols : {32, 64, 96, 128, 160, 224, 2880}) {
+    std::set<std::int64_t> places;
+    for (std::int64_t column = 0; column < cols; ++column) {
+      const std::int64_t first = coded::split_byte(cols, column);
+      const std::int64_t second = first + coded::to_second_byte(cols, column);
+      EXPECT_TRUE(places.insert(first).second) << column;
+      EXPECT_TRUE(places.insert(second).second) << column;
+      // Lane t's word of a step begins 8t bytes into the unit's codes of row 0.
+      const std::int64_t at = coded::place_of(WeightFormat::kMxfp4, cols, 0, column / 8 * 8);
+      const std::int64_t in_unit = at % coded::kMxfp4UnitBytes;
+      const std::int64_t step = column % 128 / 64 * 2 + in_unit % 8 / 4;
+      const bool upper = coded::mxfp4_at(static_cast<int>(column % 8)) >= 16;
+      const std::int64_t digit = coded::mxfp4_at(static_cast<int>(column % 8)) % 16 / 4;
+      EXPECT_EQ(first - column / 128 * 256, step * 32 + (upper ? 16 : 0) + in_unit / 8 * 4 + digit)
+          << column << " of " << cols;
+    }
+    EXPECT_EQ(*places.begin(), 0);
+    EXPECT_EQ(*places.rbegin(), 2 * cols - 1);
+  }
+}
+
+TEST(CodedWeights, TablesOfAScaleAreItsNumbersOfE5M2) {
+  const auto value_of_e5m2 = [](std::uint32_t byte) {
+    EXPECT_NE(byte >> 2 & 31U, 31U);
+    return byte >> 2 == 0 ? std::ldexp(byte & 3U, -16)
+                          : std::ldexp(4 + (byte & 3U), static_cast<int>(byte >> 2) - 17);
+  };
+  for (int below = 0; below <= coded::kMxfp4FoldedRange; ++below) {
+    const auto scale = static_cast<std::uint32_t>(coded::kMxfp4LargestScale - below);
+    for (std::uint32_t code = 0; code < 8; ++code) {
+      const std::uint32_t table = code < 4 ? coded::mxfp4_lower(scale) : coded::mxfp4_upper(scale);
+      EXPECT_EQ(value_of_e5m2(table >> (8 * (code % 4)) & 255U) * coded::kMxfp4Unfolded,
+                std::ldexp(kE2M1[code], -below))
+          << code << " of " << below;
+    }
+    // Where there are no weights codes are zeros, and so are scales.
+    EXPECT_EQ(coded::mxfp4_lower(0) & 255U, 0U);
+  }
+}
+
+TEST(CodedWeights, ScalesFoldWhereTheyAreNearEachOther) {
+  const auto folds = [](const Stored& stored) {
+    std::vector<std::byte> out(static_cast<std::size_t>(coded::bytes_of(stored.layout)));
+    return coded::pack(stored.layout, stored.rows(), out.data()).folds;
+  };
+  Stored stored = random_mxfp4(8, 96, 120, 120);
+  EXPECT_TRUE(folds(stored));
+  stored.scales[7] = std::byte{120 - coded::kMxfp4FoldedRange};
+  EXPECT_TRUE(folds(stored));
+  stored.scales[7] = std::byte{120 - coded::kMxfp4FoldedRange - 1};
+  EXPECT_FALSE(folds(stored));
+  // Nor does it matter what zeros are times.
+  std::fill_n(stored.values.begin() + 7 * 16, 16, std::byte{0x80});
+  EXPECT_TRUE(folds(stored));
 }
 
 TEST(CodedWeights, LanesReadTheirWordsOfE4M3FromDifferentBanks) {
@@ -269,7 +325,7 @@ TEST(CodedWeights, LanesReadTheirWordsOfE4M3FromDifferentBanks) {
       const int t = lane % 4;
       const int word = last ? 4 - coded::e4m3_first_word(t) : coded::e4m3_first_word(t);
       // Two pairs of values a word: the rows have them in the runs that these products take.
-      EXPECT_EQ(coded::ordered_run(WeightFormat::kE4M3, t, word / 2), last ? 2 : 0) << lane;
+      EXPECT_EQ(coded::ordered_run(t, word / 2), last ? 2 : 0) << lane;
       banks.insert((coded::e4m3_place(lane / 4, t) + word) / 4 % 32);
     }
     EXPECT_EQ(banks.size(), 32U);

@@ -204,7 +204,9 @@ std::int64_t experts_workspace_bytes(std::int64_t max_rows, const ExpertWeights&
   if (weights.format() == WeightFormat::kExact) {
     return experts_workspace_bytes(max_rows, weights.config().inner, weights.dtype());
   }
-  return expanded_at(max_rows, on_gpu) + expanded_experts(on_gpu) * expanded_expert_bytes(on_gpu);
+  // Where numbers are not wanted, scales of rows may be.
+  const std::int64_t numbers = expanded_experts(on_gpu) * expanded_expert_bytes(on_gpu);
+  return expanded_at(max_rows, on_gpu) + std::max(numbers, 4 * max_rows);
 }
 
 const Implementation<ExpertsArgs> kExpertsCudaExpanded{"cuda.expanded", reject_expanded,

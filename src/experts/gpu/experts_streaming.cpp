@@ -27,6 +27,7 @@ StreamingParams params_of(const ExpertsArgs& args) {
   params.w2 = weights.w2();
   params.b2 = weights.b2();
   params.format = weights.format();
+  params.scales_fold = weights.scales_fold();
   params.scales13 = weights.scales13();
   params.scales2 = weights.scales2();
   params.weight_maps = &weights.maps();

@@ -41,6 +41,8 @@ class Loader {
     if (config.gated) load_bias(local, ExpertPart::kUp, config.inner, bias + config.inner);
     load_bias(local, ExpertPart::kDown, config.hidden, weights_.b2() + local * config.hidden);
   }
+  /// Of all matrices so far (coded::Packed).
+  [[nodiscard]] bool folds() const { return folds_; }
 
  private:
   void load_matrix(std::int32_t local, ExpertPart part, std::int64_t rows, std::int64_t cols,
@@ -64,12 +66,13 @@ class Loader {
                             args_.source->stored_factor(args_.first_expert + local, part)};
     args_.source->read_stored(args_.first_expert + local, part, 0, rows, stored);
     packed_.assign(static_cast<std::size_t>(coded::bytes_of(layout)), std::byte{0});
-    const float factor = coded::pack(layout, stored, packed_.data());
+    const coded::Packed packed = coded::pack(layout, stored, packed_.data());
+    folds_ = folds_ && packed.folds;
     copy(to, packed_.data(), packed_.size());
     if (args_.format == WeightFormat::kE4M3) {
       copy(scales_to, scales_.data(), scales_.size());
     } else if (coded::floats_of(layout) != 0) {
-      copy(scales_to, &factor, sizeof factor);
+      copy(scales_to, &packed.factor, sizeof packed.factor);
     }
   }
   static void copy(void* to, const void* from, std::size_t bytes) {
@@ -85,6 +88,7 @@ class Loader {
   const CudaExpertWeights& weights_;
   std::vector<std::byte> host_, scales_, packed_;
   std::vector<float> bias_;
+  bool folds_ = true;
 };
 
 DeviceMemory room_for_weights(std::int64_t bytes) {
@@ -232,6 +236,7 @@ std::unique_ptr<ExpertWeights> load_experts_cuda(const LoadExpertsArgs& args) {
     loader.load(local);
     if (args.progress) args.progress(static_cast<double>(local + 1) / args.num_local);
   }
+  weights->set_scales_fold(loader.folds());
   return weights;
 }
 

@@ -37,6 +37,10 @@ class CudaExpertWeights final : public ExpertWeights {
   [[nodiscard]] float* scales13() const { return reinterpret_cast<float*>(scales13_.data()); }
   [[nodiscard]] float* scales2() const { return reinterpret_cast<float*>(scales2_.data()); }
   [[nodiscard]] const Int4Form& int4_form() const { return int4_; }  ///< Of kInt4.
+  /// Of kMxfp4: whether the scales of every matrix are near enough to each other to be exponents of
+  /// e5m2 (coded::Packed).
+  [[nodiscard]] bool scales_fold() const { return scales_fold_; }
+  void set_scales_fold(bool fold) { scales_fold_ = fold; }
   /// [El, 2I] (plain: [El, I]) and [El, H]; null without biases.
   [[nodiscard]] float* b13() const { return reinterpret_cast<float*>(b13_.data()); }
   [[nodiscard]] float* b2() const { return reinterpret_cast<float*>(b2_.data()); }
@@ -83,6 +87,7 @@ class CudaExpertWeights final : public ExpertWeights {
                  std::int64_t first_row, std::int64_t num_rows, float* out) const;
 
   Int4Form int4_;
+  bool scales_fold_ = false;
   DeviceMemory w13_, w2_, b13_, b2_, scales13_, scales2_;
   mutable TensorMaps maps_;
 };

@@ -49,7 +49,7 @@ class StoredMatrices {
   void pack(std::vector<std::byte>& codes, std::vector<float>& floats) const {
     for (std::size_t i = 0; i < values_.size(); ++i) {
       std::vector<std::byte> one(static_cast<std::size_t>(coded::bytes_of(layout_)), std::byte{0});
-      const float factor = coded::pack(layout_, stored(i), one.data());
+      const float factor = coded::pack(layout_, stored(i), one.data()).factor;
       codes.insert(codes.end(), one.begin(), one.end());
       if (layout_.format == WeightFormat::kE4M3) {
         const std::size_t before = floats.size();

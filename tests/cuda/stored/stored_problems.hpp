@@ -2,6 +2,8 @@
 
 // Experts with weights as they are stored, their rows, and the ways to run them on a GPU.
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <numeric>
@@ -49,6 +51,7 @@ struct Problem {
   bool gated = true;
   Activation activation = Activation::kSilu;
   bool bias = false;
+  bool sparse = false;  ///< Of every 128 values of a row one alone is not zero.
 };
 
 class StoredProblem {
@@ -71,6 +74,15 @@ class StoredProblem {
     }
     std::mt19937 random(5);
     x_ = random_floats(num_rows() * p.hidden, random);
+    if (p.sparse) {
+      for (std::size_t first = 0; first < x_.size(); first += 128) {
+        const std::size_t kept = first + random() % 128;
+        for (std::size_t i = first; i < std::min(x_.size(), first + 128); ++i) {
+          // None so small that it would lose bits beside the row's largest.
+          x_[i] = i != kept ? 0 : std::copysign(0.25F + 0.75F * std::abs(x_[i]), x_[i]);
+        }
+      }
+    }
     weights_ = load_experts({.config = config_,
                              .source = &source_,
                              .dtype = DType::kBF16,
@@ -84,9 +96,11 @@ class StoredProblem {
   [[nodiscard]] const QuantisedSource& source() const { return source_; }
 
   /// Row after row, by the reference.
-  [[nodiscard]] std::vector<reference::Bounded> want() const {
+  /// @param splits  Rows may be split into two numbers a value.
+  [[nodiscard]] std::vector<reference::Bounded> want(bool splits = false) const {
     const reference::Precision precision{.compute = DType::kBF16,
-                                         .may_scale_sums = p_.kind.format == WeightFormat::kE4M3};
+                                         .may_scale_sums = p_.kind.format == WeightFormat::kE4M3,
+                                         .may_split_rows = splits};
     std::vector<reference::Bounded> all;
     std::int32_t read = -1;
     reference::ExpertMatrices matrices;
@@ -112,7 +126,8 @@ class StoredProblem {
   }
 
   /// One expert a token. Streaming gives sums, the others rows.
-  [[nodiscard]] std::vector<float> run(const Implementation<ExpertsArgs>& way) const {
+  [[nodiscard]] std::vector<float> run(const Implementation<ExpertsArgs>& way,
+                                       bool batch_invariant = false) const {
     const bool sums = &way == &kExpertsCudaStreaming;
     const std::int64_t rows = num_rows();
     const std::int64_t bytes = experts_workspace_bytes(rows, *weights_);
@@ -131,6 +146,7 @@ class StoredProblem {
         .weights = weights_.get(),
         .execution = {
             .backend = Backend::kCuda, .workspace = workspace.data(), .workspace_bytes = bytes}};
+    args.execution.batch_invariant = batch_invariant;
     args.plan.num_experts = config_.num_experts;
     args.plan.expert_begin = begin.vector();
     args.plan.expert_rows = used.vector();
@@ -151,50 +167,121 @@ class StoredProblem {
 
   /// By the grouped products with codes alone, each row of another token than its own.
   [[nodiscard]] std::vector<float> run_products(bool ordered) const {
-    const auto& weights = static_cast<const CudaExpertWeights&>(*weights_);
-    const std::int64_t rows = num_rows();
-    const auto room = [&](std::int64_t columns) {
-      return DeviceArray<std::byte>(
-          std::vector<std::byte>(static_cast<std::size_t>(2 * rows * columns), std::byte{0xff}));
-    };
-    DeviceArray<std::byte> x(stored_as(DType::kBF16, x_));
-    DeviceArray<std::byte> in_order = room(p_.hidden);
-    DeviceArray<std::byte> act = room(p_.inner);
-    DeviceArray<std::byte> y = room(p_.hidden);
-    std::vector<std::int32_t> backwards(static_cast<std::size_t>(rows));
-    std::iota(backwards.rbegin(), backwards.rend(), 0);
-    const DeviceArray<std::int32_t> token(backwards);
-    const DeviceArray<std::int32_t> begin(begin_);
-    const DeviceArray<std::int32_t> used(p_.rows);
-    const CodedGroupedParams params{.format = weights.format(),
-                                    .x = x.data(),
-                                    .row_token = token.data(),
-                                    .ordered = ordered ? in_order.data() : nullptr,
-                                    .num_tokens = rows,
-                                    .w13 = weights.w13(),
-                                    .scales13 = weights.scales13(),
-                                    .b13 = weights.b13(),
-                                    .act = act.data(),
-                                    .w2 = weights.w2(),
-                                    .scales2 = weights.scales2(),
-                                    .b2 = weights.b2(),
-                                    .y = y.data(),
-                                    .expert_begin = begin.data(),
-                                    .expert_rows = used.data(),
-                                    .num_experts = config_.num_experts,
-                                    .max_rows = rows,
-                                    .hidden = p_.hidden,
-                                    .inner = p_.inner,
-                                    .gated = p_.gated,
-                                    .activation = p_.activation};
-    launch_coded_gate_up(params, nullptr);
-    launch_coded_down(params, nullptr);
-    return loaded_as_floats(DType::kBF16, y.get());
+    const Products products(*this, ordered);
+    launch_coded_gate_up(products.params, nullptr);
+    launch_coded_down(products.params, nullptr);
+    return loaded_as_floats(DType::kBF16, products.y.get());
+  }
+
+  /// What the first product with codes of MXFP4 writes, against exact sums; "" or the first miss.
+  [[nodiscard]] std::string check_act() const {
+    const Products products(*this, true);
+    launch_coded_gate_up(products.params, nullptr);
+    const reference::Precision precision{.compute = DType::kBF16};
+    std::vector<reference::Bounded> all;
+    for (std::int64_t row = 0; row < num_rows(); ++row) {
+      const auto matrices = reference::read_expert(
+          config_, source_, row_expert_[static_cast<std::size_t>(row)], precision);
+      const std::vector<double> x = row_of(x_, num_rows() - 1 - row, p_.hidden);
+      for (std::int64_t i = 0; i < p_.inner; ++i) {
+        const auto gate = reference::dot(matrices.gate, i, x, {}, matrices.gate_bias);
+        const auto up = p_.gated ? reference::dot(matrices.up, i, x, {}, matrices.up_bias)
+                                 : reference::Bounded{};
+        all.push_back(reference::convert(DType::kBF16, reference::inner_value(config_, gate, up)));
+      }
+    }
+    return reference::check_output(all, p_.inner, DType::kBF16,
+                                   loaded_as_floats(DType::kBF16, products.act.get()));
+  }
+  /// What the second one makes of rows of which one value of 128 is not zero, likewise.
+  [[nodiscard]] std::string check_down() const {
+    const Products products(*this, true);
+    std::vector<float> act(static_cast<std::size_t>(num_rows() * p_.inner));
+    for (std::int64_t i = 0; i < std::ssize(act); ++i) {
+      const std::int64_t column = i % p_.inner;
+      const bool is_kept = column % 128 == (i / p_.inner * 7 + column / 128 * 5) % 32;
+      act[static_cast<std::size_t>(i)] = is_kept ? 0.37F * static_cast<float>(i % 11 - 5) : 0;
+    }
+    products.act.set(stored_as(DType::kBF16, act));
+    launch_coded_down(products.params, nullptr);
+    const reference::Precision precision{.compute = DType::kBF16};
+    std::vector<reference::Bounded> all;
+    for (std::int64_t row = 0; row < num_rows(); ++row) {
+      const auto matrices = reference::read_expert(
+          config_, source_, row_expert_[static_cast<std::size_t>(row)], precision);
+      const std::vector<double> of = row_of(act, row, p_.inner);
+      for (std::int64_t h = 0; h < p_.hidden; ++h) {
+        all.push_back(reference::convert(
+            DType::kBF16, reference::dot(matrices.down, h, of, {}, matrices.down_bias)));
+      }
+    }
+    return reference::check_output(all, p_.hidden, DType::kBF16,
+                                   loaded_as_floats(DType::kBF16, products.y.get()));
   }
 
   static constexpr float kWeight = 0.75F;
 
  private:
+  /// The memory and parameters of both products; row r is token num_rows() - 1 - r.
+  struct Products {
+    DeviceArray<std::byte> x, in_order, act, y;
+    DeviceArray<float> row_scales;
+    DeviceArray<std::int32_t> token, begin, used;
+    CodedGroupedParams params{};
+
+    Products(const StoredProblem& of, bool ordered)
+        : x(stored_as(DType::kBF16, of.x_)),
+          in_order(room(of, of.p_.hidden)),
+          act(room(of, of.p_.inner)),
+          y(room(of, of.p_.hidden)),
+          row_scales(static_cast<std::size_t>(of.num_rows())),
+          token(backwards(of.num_rows())),
+          begin(of.begin_),
+          used(of.p_.rows) {
+      const auto& weights = static_cast<const CudaExpertWeights&>(*of.weights_);
+      params = {
+          .format = weights.format(),
+          .x = x.data(),
+          .row_token = token.data(),
+          .ordered = ordered ? in_order.data() : nullptr,
+          .row_scales = weights.format() == WeightFormat::kMxfp4 ? row_scales.data() : nullptr,
+          .num_tokens = of.num_rows(),
+          .w13 = weights.w13(),
+          .scales13 = weights.scales13(),
+          .b13 = weights.b13(),
+          .act = act.data(),
+          .w2 = weights.w2(),
+          .scales2 = weights.scales2(),
+          .b2 = weights.b2(),
+          .y = y.data(),
+          .expert_begin = begin.data(),
+          .expert_rows = used.data(),
+          .num_experts = of.config_.num_experts,
+          .max_rows = of.num_rows(),
+          .hidden = of.p_.hidden,
+          .inner = of.p_.inner,
+          .gated = of.p_.gated,
+          .activation = of.p_.activation};
+    }
+    /// NaN.
+    static std::vector<std::byte> room(const StoredProblem& of, std::int64_t columns) {
+      return std::vector<std::byte>(static_cast<std::size_t>(2 * of.num_rows() * columns),
+                                    std::byte{0xff});
+    }
+    static std::vector<std::int32_t> backwards(std::int64_t rows) {
+      std::vector<std::int32_t> tokens(static_cast<std::size_t>(rows));
+      std::iota(tokens.rbegin(), tokens.rend(), 0);
+      return tokens;
+    }
+  };
+
+  /// As computed with.
+  [[nodiscard]] static std::vector<double> row_of(const std::vector<float>& values,
+                                                  std::int64_t row, std::int64_t columns) {
+    const auto from = values.begin() + row * columns;
+    return reference::as_computed(std::vector<float>(from, from + columns), DType::kBF16);
+  }
+
   Problem p_;
   ExpertConfig config_;
   QuantisedSource source_;

@@ -62,20 +62,19 @@ __global__ void __launch_bounds__(kThreads) expand_mxfp4_kernel(const ExpandPara
     const std::int64_t unit = i % across;
     const std::byte* from = p.codes + (matrix * of_matrix + i) * kMxfp4UnitBytes;
     const uint2 words = *reinterpret_cast<const uint2*>(from + 8 * lane);
-    const std::uint32_t exponents =
-        *reinterpret_cast<const std::uint16_t*>(from + kMxfp4ScalesAt + lane / 4 * 2);
+    const auto exponent =
+        std::to_integer<std::uint32_t>(from[kMxfp4ScalesAt + lane / 4 * 2 + lane % 4 / 2]);
     const float factor = p.scales[matrix];
+    const bool whole = (unit + 1) * kUnitValues <= p.cols;  // as mxfp4_place() has it
     auto* to = static_cast<__nv_bfloat16*>(p.rows) +
                (matrix * p.num_rows + group * kGroupRows + lane / 4) * p.cols + unit * kUnitValues +
-               lane % 4 * 8;
+               lane % 4 * (whole ? 16 : 8);
+    const float raise = __uint_as_float(exponent << 23);
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      if (unit * kUnitValues + step * kStepValues >= p.cols) break;
+    for (int step = 0; step < (whole ? 2 : 1); ++step) {
       const std::uint32_t word = step == 0 ? words.x : words.y;
-      const std::uint32_t exponent = step == 0 ? exponents & 255U : exponents >> 8;
-      const float raise = __uint_as_float(exponent << 23);
       ptx::store_global_16(
-          to + step * kStepValues,
+          to + step * 8,
           {raised(mxfp4_pair<0>(word), raise, factor), raised(mxfp4_pair<1>(word), raise, factor),
            raised(mxfp4_pair<2>(word), raise, factor), raised(mxfp4_pair<3>(word), raise, factor)});
     }

@@ -44,7 +44,7 @@ class Mxfp4 {
   Mxfp4(const StoredLayout& layout, ConstStoredRows stored, std::byte* out)
       : layout_(layout), stored_(stored), out_(out), blocks_(layout.cols / kMxfp4Block) {}
 
-  float pack() {
+  Packed pack() {
     const std::uint8_t largest = largest_scale();
     for (std::int64_t row = 0; row < layout_.rows; ++row) {
       for (std::int64_t block = 0; block < blocks_; ++block) {
@@ -59,7 +59,7 @@ class Mxfp4 {
         }
       }
     }
-    return e8m0_to_float(largest);
+    return {.factor = e8m0_to_float(largest), .folds = most_below_ <= kMxfp4FoldedRange};
   }
 
  private:
@@ -88,24 +88,26 @@ class Mxfp4 {
   }
   void put_scale(std::int64_t row, std::int64_t block, std::uint8_t largest) {
     int below = largest - int{scale_of(row, block)};
-    if (below < 0 || below > kMxfp4MostRange) {
-      // A block of zeros may have any scale.
-      if (below > 0 && !is_zero(row, block)) {
-        fail(ErrorCode::kUnsupported,
-             "scales of mxfp4 weights from 2^{} (row {}, column {}) to 2^{}: a GPU takes 2^{} "
-             "between them",
-             scale_of(row, block) - 127, row, block * kMxfp4Block, largest - 127, kMxfp4MostRange);
-      }
-      below = 0;
+    // A block of zeros may have any scale.
+    if ((below < 0 || below > kMxfp4FoldedRange) && is_zero(row, block)) below = 0;
+    if (below > kMxfp4MostRange) {
+      fail(ErrorCode::kUnsupported,
+           "scales of mxfp4 weights from 2^{} (row {}, column {}) to 2^{}: a GPU takes 2^{} "
+           "between them",
+           scale_of(row, block) - 127, row, block * kMxfp4Block, largest - 127, kMxfp4MostRange);
     }
-    out_[scale_place_of(layout_.cols, row, block * kMxfp4Block)] =
-        static_cast<std::byte>(kMxfp4LargestScale - below);
+    most_below_ = std::max(most_below_, below);
+    std::byte* const scale = out_ + scale_place_of(layout_.cols, row, block * kMxfp4Block);
+    *scale = static_cast<std::byte>(kMxfp4LargestScale - below);
+    // Half a unit: its lanes' codes have one scale, where both lie.
+    if (block % 2 == 0 && block == blocks_ - 1) scale[1] = scale[0];
   }
 
   const StoredLayout& layout_;
   ConstStoredRows stored_;
   std::byte* out_;
   std::int64_t blocks_;
+  int most_below_ = 0;
 };
 
 void pack_e4m3(const StoredLayout& layout, ConstStoredRows stored, std::byte* out) {
@@ -183,12 +185,12 @@ std::int64_t floats_of(const StoredLayout& layout) {
   }
 }
 
-float pack(const StoredLayout& layout, ConstStoredRows stored, std::byte* out) {
+Packed pack(const StoredLayout& layout, ConstStoredRows stored, std::byte* out) {
   switch (layout.format) {
     case WeightFormat::kMxfp4: return Mxfp4(layout, stored, out).pack();
-    case WeightFormat::kE4M3: pack_e4m3(layout, stored, out); return 1;
+    case WeightFormat::kE4M3: pack_e4m3(layout, stored, out); return {};
     case WeightFormat::kInt4:
-    case WeightFormat::kNvfp4: return pack_as_stored(layout, stored, out);
+    case WeightFormat::kNvfp4: return {.factor = pack_as_stored(layout, stored, out)};
     default:
       fail(ErrorCode::kInvalidArgument, "weights in {} are not packed for a GPU",
            to_string(layout.format));

@@ -16,14 +16,21 @@ std::int64_t bytes_of(const StoredLayout& layout);
 /// of int4.
 std::int64_t floats_of(const StoredLayout& layout);
 
+/// What pack() says of a matrix.
+struct Packed {
+  /// MXFP4: that of the matrix's sums, 2^(s - 127) of its largest scale s, of blocks that are not
+  /// all zeros. NVFP4: that of its scales, `stored.factor`. Else 1; e4m3's scales stay where they
+  /// are.
+  float factor = 1;
+  /// Whether scales of MXFP4 are at most kMxfp4FoldedRange powers of two apart.
+  bool folds = false;
+};
+
 /// A whole matrix, as StoredLayout says, into bytes_of() of zeros at `out`.
-/// MXFP4: returns the factor of the matrix's sums, 2^(s - 127) of its largest scale s, of blocks
-/// that are not all zeros. NVFP4: that of its scales, `stored.factor`. Else 1; e4m3's scales stay
-/// where they are.
 /// @throws Error{kInvalidArgument}: a code of e4m3 or a scale is NaN or infinite, by row and
 ///         column; NVFP4's factor is. {kUnsupported}: scales of MXFP4 that are more than
 ///         kMxfp4MostRange powers of two apart.
-float pack(const StoredLayout& layout, ConstStoredRows stored, std::byte* out);
+Packed pack(const StoredLayout& layout, ConstStoredRows stored, std::byte* out);
 
 /// Rows [first_row, first_row + num_rows) of a matrix in units, of `cols` columns, as the numbers
 /// that they mean, in f32: code times scale, where `factor` is what pack() returned and `scales`

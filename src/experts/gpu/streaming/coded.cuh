@@ -4,8 +4,8 @@
 // (coded/numbers.cuh). Their memory is coded/layout.hpp's.
 //
 // At 4.3 TB/s an SM has 58 cycles for 2048 weights of MXFP4 and 110 of e4m3. Their way through a
-// warp (16 rows, up to 8 tokens) is 163 and 211 instructions for four schedulers; logic and
-// permutes, of which a scheduler starts one in two cycles, are 61 and 94 of them.
+// warp (16 rows, up to 8 tokens) is some 170 and 211 instructions for four schedulers; logic and
+// permutes, of which a scheduler starts one in two cycles, are some 115 and 94 of them.
 
 #include <cuda_bf16.h>
 
@@ -154,6 +154,20 @@ struct ScalesOfFormat<WeightFormat::kE4M3> {
 template <typename W>
 using ScalesOf = typename ScalesOfFormat<Weights<W>::kFormat>::Type;
 
+/// From a turn's first values of a token to the lane's of a step, as its codes lie.
+/// @param kWhole  All steps of the turn exist; else `steps` do.
+template <WeightFormat kFormat, bool kWhole>
+__device__ __forceinline__ int lane_tokens(int step, int steps) {
+  const int t = static_cast<int>(threadIdx.x) % 4;
+  if constexpr (kFormat == WeightFormat::kMxfp4) {
+    // coded::mxfp4_place(): 16 values of a unit, or 8 of half of one.
+    const bool half = !kWhole && step % 2 == 0 && step == steps - 1;
+    return step / 2 * kUnitTokenBytes + t * (half ? 16 : 32) + step % 2 * 16;
+  } else {
+    return step * (kUnitTokenBytes / 2) + t * 16;
+  }
+}
+
 /// A turn of a warp: kTurnUnits units of kGroups (1 or 2) groups of 8 weight rows against
 /// kTokenTiles tiles of 8 tokens. `codes`: the lane's first codes in each group; `load(n, step)`
 /// gives its 16 bytes of token tile n; `steps` of the turn exist (kWhole: all); `block` counts
@@ -171,24 +185,27 @@ struct TurnMath<Coded<WeightFormat::kMxfp4>> {
                                                   const unsigned char* (&codes)[kGroups], int steps,
                                                   int /*block*/, MatrixScales& /*scales*/,
                                                   LoadTokens&& load) {
-    // From the lane's codes to its row's scales.
+    // From the lane's codes to their scale.
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int to_scales = coded::kMxfp4ScalesAt + lane / 4 * 2 - 8 * lane;
+    const int to_scale = coded::kMxfp4ScalesAt + lane / 2 - 8 * lane;
 #pragma unroll
     for (int half = 0; half < kTurnUnits; ++half) {
       if (!kWhole && half > 0 && steps <= 2 * half) break;
       const int at = half * coded::kMxfp4UnitBytes;
       uint2 words[kGroups];
+      std::uint32_t raise[kGroups];
 #pragma unroll
-      for (int i = 0; i < kGroups; ++i) words[i] = *reinterpret_cast<const uint2*>(codes[i] + at);
+      for (int i = 0; i < kGroups; ++i) {
+        words[i] = *reinterpret_cast<const uint2*>(codes[i] + at);
+        raise[i] = codes[i][to_scale + at] * coded::kMxfp4Exponents;
+      }
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         if (!kWhole && s > 0 && steps <= 2 * half + 1) break;
         uint4 w[2] = {};
 #pragma unroll
         for (int i = 0; i < kGroups; ++i) {
-          w[i] = coded::mxfp4_numbers(s == 0 ? words[i].x : words[i].y,
-                                      codes[i][to_scales + at + s] * coded::kMxfp4Exponents);
+          w[i] = coded::mxfp4_numbers(s == 0 ? words[i].x : words[i].y, raise[i]);
         }
         const int step = 2 * half + s;
 #pragma unroll

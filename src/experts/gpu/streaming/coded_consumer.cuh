@@ -44,8 +44,8 @@ __device__ __forceinline__ void multiply_coded(Consumer<Crew>& consumer,
   int token_offset[kTokenTiles];
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
-    token_offset[n] = chunks.tokens_at +
-                      min(8 * n + lane / 4, token_rows - 1) * chunks.token_stride + lane % 4 * 16;
+    token_offset[n] =
+        chunks.tokens_at + min(8 * n + lane / 4, token_rows - 1) * chunks.token_stride;
   }
   for (int before = 0; before < total; before += turns_of_piece) {
     const int turns = min(turns_of_piece, total - before);
@@ -57,8 +57,10 @@ __device__ __forceinline__ void multiply_coded(Consumer<Crew>& consumer,
       for (int i = 0; i < kGroups; ++i) codes[i] = stage + t * kTurnBytes + offset[i];
       const unsigned char* tokens = stage + t * kTurnTokenBytes;
       TurnMath<W>::template multiply<kWhole, kGroups, kTokenTiles>(
-          sums, codes, steps_left, before + t, rows.scales,
-          [&](int n, int step) { return load_16(tokens + step * kStepBytes + token_offset[n]); });
+          sums, codes, steps_left, before + t, rows.scales, [&](int n, int step) {
+            const int at = lane_tokens<Weights<W>::kFormat, kWhole>(step, steps_left);
+            return load_16(tokens + at + token_offset[n]);
+          });
     };
     int t = (share - before) & (kSplit - 1);
     // All but the row's last turn without a question in between.

@@ -58,6 +58,7 @@ struct StreamingProblem {
   DType dtype = DType::kBF16;        ///< kBF16, kF16 or kF32.
   /// Of the weights: of dtype, or codes as coded/layout.hpp has them (dtype kBF16, Hopper).
   WeightFormat format = WeightFormat::kExact;
+  bool scales_fold = false;  ///< MXFP4: CudaExpertWeights::scales_fold().
   bool gated = true;
   bool x_is_packed = false;  ///< Row r of x is row r of the plan; else gathered by row_token.
   /// The plan was complete before the kernel that precedes this call in the stream began: the

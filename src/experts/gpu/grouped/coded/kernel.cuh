@@ -1,14 +1,17 @@
 #pragma once
 
 // The grouped product of bf16 rows with codes on Hopper. Bound by the memory of the codes where
-// experts have up to some 60 rows, by decoding and the tensor cores beyond.
+// experts have up to some 60 rows (MXFP4: 16), by decoding and the tensor cores beyond.
 //
 // A block takes items (256 rows of an expert's weights, up to kRows of its token rows) in turn and
 // sums each over all of K. Codes come once from memory, are decoded once for all rows of the item,
 // and go from registers to wgmma as the M side; token rows are in shared memory as the N side, read
 // once by each of the four warpgroups.
 
+#include <type_traits>
+
 #include "experts/gpu/grouped/coded/multiply.cuh"
+#include "experts/gpu/grouped/coded/multiply_split.cuh"
 #include "experts/gpu/grouped/coded/product.hpp"
 
 namespace switchyard {
@@ -33,26 +36,27 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (kFollows && !kSecond) ptx::let_next_kernel_start();
   const CodedWalk walk = list_hits<Shape>(params, shared);
   const int turns = (params.depth + kCodedTurn - 1) / kCodedTurn;
-  const int stages = (turns + Shape::kTurns - 1) / Shape::kTurns;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp < Shape::kMultiplyWarps) {
     ptx::raise_registers<Shape::kMultiplyRegisters>();
-    CodedMultiplier<Shape>(ring, params, shared, turns).run(walk);
+    using Multiplier =
+        std::conditional_t<Shape::kSplit, SplitMultiplier<Shape>, WideMultiplier<Shape>>;
+    Multiplier(ring, params, shared, turns).run(walk);
     return;
   }
   ptx::lower_registers<Shape::kLoadRegisters>();
   if (warp == Shape::kWeightWarp) {
-    if (threadIdx.x % 32 == 0) load_weights(ring, walk, &weights, stages);
+    if (threadIdx.x % 32 == 0) load_weights(ring, walk, &weights, turns);
   } else if (Shape::kOrdered) {
     if (warp != Shape::kRowsWarp || threadIdx.x % 32 != 0) return;
     ptx::wait_for_previous_kernel();
     ptx::fence_proxy_async_global();  // it has written the rows
-    load_rows(ring, walk, &rows, stages);
+    load_rows(ring, walk, params, &rows, turns);
   } else if (warp == Shape::kRowsWarp) {
-    if (threadIdx.x % 32 == 0) pass_rows_on(ring, walk, stages);
+    if (threadIdx.x % 32 == 0) pass_rows_on(ring, walk, turns);
   } else {
     if (kSecond) ptx::wait_for_previous_kernel();
-    gather_rows(ring, walk, params, stages, warp - Shape::kGatherWarp);
+    gather_rows(ring, walk, params, turns, warp - Shape::kGatherWarp);
   }
 }
 

@@ -22,7 +22,7 @@ struct CodedRing {
     return base + c.stage * Shape::kStageBytes;
   }
   __device__ __forceinline__ std::uint32_t rows_at(const Cursor& c) const {
-    return weights_at(c) + Shape::kWeightsBytes;
+    return weights_at(c) + Shape::kRowsAt;
   }
   __device__ __forceinline__ std::uint32_t full(const Cursor& c) const {
     return base + Shape::kFullAt + 8 * c.stage;
@@ -47,15 +47,15 @@ struct CodedRing {
 /// One thread. The box of a stage: groups of 8 rows behind each other, of the gate, then of up.
 template <typename Shape>
 __device__ __forceinline__ void load_weights(const CodedRing<Shape>& ring, const CodedWalk& walk,
-                                             const CUtensorMap* map, int stages) {
+                                             const CUtensorMap* map, int turns) {
   constexpr int kMatrices = Shape::kGated ? 2 : 1;
   constexpr int kGroups = Shape::kGroups / kMatrices;
   typename CodedRing<Shape>::Cursor cursor;
   walk.for_each([&](const CodedItem& item) {
-    for (int stage = 0; stage < stages; ++stage, cursor.advance()) {
+    for (int turn = 0; turn < turns; ++turn, cursor.advance()) {
       ptx::mbarrier_wait(ring.empty(cursor), cursor.phase ^ 1);
       ptx::mbarrier_arrive_expect(ring.full(cursor), Shape::kWeightsBytes);
-      ptx::tma_load_3d(ring.weights_at(cursor), map, stage * (Shape::kGroupBytes / 8),
+      ptx::tma_load_3d(ring.weights_at(cursor), map, turn * (Shape::kGroupBytes / 8),
                        item.tile * kGroups, kMatrices * item.expert, ring.full(cursor));
     }
   });
@@ -88,21 +88,21 @@ struct CodedTokens {
 /// 2t + 8 and 2t + 9 of two products (coded::ordered_run). Zeros past the end of a row.
 template <typename Shape>
 __device__ __forceinline__ void gather_rows(const CodedRing<Shape>& ring, const CodedWalk& walk,
-                                            const CodedParams& params, int stages, int gatherer) {
+                                            const CodedParams& params, int turns, int gatherer) {
   constexpr int kAtOnce = 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row_bytes = 2 * params.depth;
   const int t = lane % 16 / 4;
-  const int chunk = lane / 16 * 4 + coded::ordered_run(Shape::kFormat, t, lane % 4);
+  const int chunk = lane / 16 * 4 + coded::ordered_run(t, lane % 4);
   const std::uint32_t word = 4 * t;
   typename CodedRing<Shape>::Cursor cursor;
   walk.for_each([&](const CodedItem& item) {
     CodedTokens<Shape::kRows> tokens;
     tokens.look_up(item, params, lane);
-    for (int stage = 0; stage < stages; ++stage, cursor.advance()) {
+    for (int turn = 0; turn < turns; ++turn, cursor.advance()) {
       ptx::mbarrier_wait(ring.empty(cursor), cursor.phase ^ 1);
       const std::uint32_t to = ring.rows_at(cursor) + word;
-      const int at = stage * Shape::kTurns * 2 * kCodedTurn + 4 * lane;
+      const int at = turn * 2 * kCodedTurn + 4 * lane;
       for (int r = gatherer; r < item.rows; r += Shape::kGatherers * kAtOnce) {
         const std::byte* from[kAtOnce];
 #pragma unroll
@@ -117,7 +117,7 @@ __device__ __forceinline__ void gather_rows(const CodedRing<Shape>& ring, const 
           const std::uint32_t place =
               to + static_cast<std::uint32_t>(row * 128 + ((chunk ^ (row % 8)) << 4));
 #pragma unroll
-          for (int box = 0; box < 2 * Shape::kTurns; ++box) {
+          for (int box = 0; box < 2; ++box) {
             const bool exists = at + 128 * box < row_bytes;
             ptx::cp_async_4(place + box * Shape::kBoxBytes,
                             exists ? from[i] + at + 128 * box : params.x, exists ? 4 : 0);
@@ -133,22 +133,27 @@ __device__ __forceinline__ void gather_rows(const CodedRing<Shape>& ring, const 
 /// brings beyond them is another expert's, or zeros, and is multiplied for nobody.
 template <typename Shape>
 __device__ __forceinline__ void load_rows(const CodedRing<Shape>& ring, const CodedWalk& walk,
-                                          const CUtensorMap* map, int stages) {
-  constexpr int kBoxes = 2 * Shape::kTurns;  // of 64 values
+                                          const CodedParams& params, const CUtensorMap* map,
+                                          int turns) {
+  constexpr int kBoxes = 2;  // of 128 bytes: 64 values, or one number of 128
   constexpr int kCopyBytes = 128 * Shape::kRowsOfCopy;
   typename CodedRing<Shape>::Cursor cursor;
   walk.for_each([&](const CodedItem& item) {
     const int copies = (item.rows + Shape::kRowsOfCopy - 1) / Shape::kRowsOfCopy;
-    for (int stage = 0; stage < stages; ++stage, cursor.advance()) {
+    const bool beside = Shape::kBeside && params.beside && item.rows <= kRowsBeside;
+    const std::uint32_t to_next = beside ? 128 * kRowsBeside : Shape::kBoxBytes;
+    for (int turn = 0; turn < turns; ++turn, cursor.advance()) {
       ptx::mbarrier_wait(ring.empty(cursor), cursor.phase ^ 1);
       ptx::mbarrier_arrive_expect(ring.full(cursor), kBoxes * copies * kCopyBytes);
       const std::uint32_t to = ring.rows_at(cursor);
+      const int first = kCodedTurn * turn;
+      // Of split rows the second numbers follow the first ones of up to 128 values.
+      const int second = Shape::kSplit ? min(64, (params.depth - first) / 2) : 64;
       for (int copy = 0; copy < copies; ++copy) {
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
-          ptx::tma_load_2d(to + box * Shape::kBoxBytes + copy * kCopyBytes, map,
-                           64 * (stage * kBoxes + box), item.row + copy * Shape::kRowsOfCopy,
-                           ring.full(cursor));
+          ptx::tma_load_2d(to + box * to_next + copy * kCopyBytes, map, first + box * second,
+                           item.row + copy * Shape::kRowsOfCopy, ring.full(cursor));
         }
       }
     }
@@ -159,10 +164,10 @@ __device__ __forceinline__ void load_rows(const CodedRing<Shape>& ring, const Co
 /// async one.
 template <typename Shape>
 __device__ __forceinline__ void pass_rows_on(const CodedRing<Shape>& ring, const CodedWalk& walk,
-                                             int stages) {
+                                             int turns) {
   typename CodedRing<Shape>::Cursor cursor;
   walk.for_each([&](const CodedItem&) {
-    for (int stage = 0; stage < stages; ++stage, cursor.advance()) {
+    for (int turn = 0; turn < turns; ++turn, cursor.advance()) {
       ptx::mbarrier_wait(ring.gathered(cursor), cursor.phase);
       ptx::fence_proxy_async();
       ptx::mbarrier_arrive(ring.full(cursor));

@@ -17,7 +17,6 @@ constexpr int kRunsOfPiece = 32 * kRunsOfLane;  // of a row, a warp's at a time
 
 /// Lets the product behind it in only as its blocks leave: one block of that fills a
 /// multiprocessor, which blocks of this kernel may still want.
-template <WeightFormat kFormat>
 __global__ void __launch_bounds__(kThreads) order_rows(OrderedRows p) {
   const auto* const pairs = static_cast<const std::uint32_t*>(p.x);
   auto* const out = static_cast<uint4*>(p.out);
@@ -38,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) order_rows(OrderedRows p) {
       const int run = first + 32 * r;
       if (run >= runs) break;
       const auto pair = [&](int t) {
-        return __ldg(from + run / 4 * 16 + 4 * t + coded::ordered_run(kFormat, t, run % 4));
+        return __ldg(from + run / 4 * 16 + 4 * t + coded::ordered_run(t, run % 4));
       };
       out[std::int64_t{row} * runs + run] = {pair(0), pair(1), pair(2), pair(3)};
     }
@@ -55,9 +54,7 @@ void launch_order_rows(const OrderedRows& rows, cudaStream_t stream) {
   const std::int64_t pieces = (rows.columns / 8 + kRunsOfPiece - 1) / kRunsOfPiece;
   const std::int64_t wanted = (rows.max_rows * pieces * 32 + kThreads - 1) / kThreads;
   const auto blocks = static_cast<unsigned>(std::min(most, wanted));
-  const auto kernel = rows.format == WeightFormat::kE4M3 ? order_rows<WeightFormat::kE4M3>
-                                                         : order_rows<WeightFormat::kMxfp4>;
-  kernel<<<blocks, kThreads, 0, stream>>>(rows);
+  order_rows<<<blocks, kThreads, 0, stream>>>(rows);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

@@ -6,6 +6,7 @@
 #include "core/gpu/tensor_map.hpp"
 #include "experts/gpu/grouped/coded/kernel.cuh"
 #include "experts/gpu/grouped/coded/order.hpp"
+#include "experts/gpu/grouped/coded/split.hpp"
 
 namespace switchyard {
 namespace {
@@ -24,6 +25,37 @@ void check(const CodedGroupedParams& p) {
   require(p.ordered == nullptr || coded::can_be_ordered(p.hidden, p.inner),
           "hidden={} and inner={} of rows in the order of codes want multiples of {}", p.hidden,
           p.inner, coded::kOrderedValues);
+  const bool splits = p.format == WeightFormat::kMxfp4;
+  require(splits == (p.row_scales != nullptr) && (!splits || p.ordered != nullptr),
+          "row_scales are for products with codes of mxfp4, which want them and room for rows");
+}
+
+/// Puts the rows that a product takes where its copies find them.
+template <typename Shape>
+void lay_rows(const CodedGroupedParams& p, std::int64_t depth, cudaStream_t stream) {
+  constexpr bool kSecond = Shape::kEpilogue == CodedEpilogue::kLinear;
+  const std::int32_t* const end = p.expert_begin + p.num_experts;
+  if constexpr (Shape::kSplit) {
+    launch_split_rows({.x = kSecond ? p.act : p.x,
+                       .num_tokens = kSecond ? p.max_rows : p.num_tokens,
+                       .row_token = kSecond ? nullptr : p.row_token,
+                       .end = end,
+                       .max_rows = p.max_rows,
+                       .columns = depth,
+                       .out = kSecond ? p.act : p.ordered,
+                       .scales = p.row_scales,
+                       .overlaps = kSecond},
+                      stream);
+  } else if constexpr (Shape::kOrdered && !kSecond) {
+    launch_order_rows({.x = p.x,
+                       .num_tokens = p.num_tokens,
+                       .row_token = p.row_token,
+                       .end = end,
+                       .max_rows = p.max_rows,
+                       .columns = depth,
+                       .out = p.ordered},
+                      stream);
+  }
 }
 
 template <typename Shape>
@@ -42,17 +74,7 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
                                   .box_matrices = kMatrices,
                                   .box_rows = Shape::kGroups / kMatrices,
                                   .box_bytes = Shape::kGroupBytes});
-  if (Shape::kOrdered && !kSecond) {
-    launch_order_rows({.format = p.format,
-                       .x = p.x,
-                       .num_tokens = p.num_tokens,
-                       .row_token = p.row_token,
-                       .end = p.expert_begin + p.num_experts,
-                       .max_rows = p.max_rows,
-                       .columns = p.hidden,
-                       .out = p.ordered},
-                      stream);
-  }
+  lay_rows<Shape>(p, depth, stream);
   CUtensorMap rows = weights;
   if (Shape::kOrdered) {
     rows = make_tensor_map({.data = kSecond ? p.act : p.ordered,
@@ -63,6 +85,7 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
   const CodedParams params{.x = static_cast<const std::byte*>(kSecond ? p.act : p.x),
                            .row_token = kSecond ? nullptr : p.row_token,
                            .scales = kSecond ? p.scales2 : p.scales13,
+                           .row_scales = p.row_scales,
                            .bias = kSecond ? p.b2 : p.b13,
                            .out = kSecond ? p.y : p.act,
                            .expert_begin = p.expert_begin,
@@ -70,6 +93,7 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
                            .num_experts = p.num_experts,
                            .depth = static_cast<std::int32_t>(depth),
                            .columns = static_cast<std::int32_t>(columns),
+                           .beside = !p.batch_invariant,
                            .activation = {p.activation, p.alpha, p.limit}};
   const auto kernel = grouped_coded<Shape>;
   allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
@@ -86,25 +110,21 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
   SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, weights, rows, params));
 }
 
-template <WeightFormat kFormat, CodedEpilogue kEpilogue>
-void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
-  // Rows of an expert at a time: as many as registers hold beside the numbers (e4m3 has a second
-  // set of sums); gathering warps take some of them.
-  constexpr int kPlainRows = 64;
-  constexpr int kOrderedRows = kFormat == WeightFormat::kE4M3 ? 72 : 80;
-  if (p.ordered == nullptr) {
-    launch<CodedShape<kFormat, kEpilogue, CodedGather::kPlain, kPlainRows>>(p, stream);
-  } else {
-    launch<CodedShape<kFormat, kEpilogue, CodedGather::kOrdered, kOrderedRows>>(p, stream);
-  }
-}
-
+/// Rows of an expert at a time: as many as registers hold beside the numbers and two sets of sums;
+/// warps that gather take some of them.
 template <CodedEpilogue kEpilogue>
 void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
+  constexpr int kFewRows = 44;  // of an expert, up to which 48 are less time than 128
   if (p.format == WeightFormat::kMxfp4) {
-    launch_of<WeightFormat::kMxfp4, kEpilogue>(p, stream);
+    if (p.max_rows > std::int64_t{kFewRows} * p.num_experts) {
+      launch<CodedShape<WeightFormat::kMxfp4, kEpilogue, CodedGather::kSplit, 128, 2>>(p, stream);
+    } else {
+      launch<CodedShape<WeightFormat::kMxfp4, kEpilogue, CodedGather::kSplit, 48>>(p, stream);
+    }
+  } else if (p.ordered == nullptr) {
+    launch<CodedShape<WeightFormat::kE4M3, kEpilogue, CodedGather::kPlain, 64>>(p, stream);
   } else {
-    launch_of<WeightFormat::kE4M3, kEpilogue>(p, stream);
+    launch<CodedShape<WeightFormat::kE4M3, kEpilogue, CodedGather::kOrdered, 72>>(p, stream);
   }
 }
 

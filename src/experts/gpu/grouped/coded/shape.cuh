@@ -17,26 +17,35 @@ namespace switchyard {
 
 enum class CodedEpilogue : std::uint8_t { kGated, kPlain, kLinear };
 
-/// How token rows come: gathered by 4 bytes as they lie, or by tensor copies in the order of codes.
-enum class CodedGather : std::uint8_t { kPlain, kOrdered };
+/// How token rows come: gathered by 4 bytes as they lie; or by tensor copies in the order of codes,
+/// as they are or each value as two of e4m3 (split.hpp).
+enum class CodedGather : std::uint8_t { kPlain, kOrdered, kSplit };
 
-inline constexpr int kCodedMultipliers = 4;  // warpgroups that multiply, 64 weight rows each
-inline constexpr int kCodedTurn = 128;       // values along the sum of a stage
+inline constexpr int kCodedTurn = 128;  // values along the sum, of a stage
 inline constexpr int kCodedMostExperts = 1024;
+/// Split rows of an item up to which the second numbers lie behind the first ones, so that both are
+/// columns of the same products: with so few each product takes as long as one of twice as many.
+inline constexpr int kRowsBeside = 16;
 
-/// @tparam kGather_  In the order of codes a first product writes its rows as well.
+/// @tparam kGather_  In the order of codes a first product writes its rows as well, not split.
 /// @tparam kRows_    Of an expert that are multiplied at a time, at most.
-template <WeightFormat kStored, CodedEpilogue kEpilogue_, CodedGather kGather_, int kRows_>
+/// @tparam kMultipliers  Warpgroups that multiply, 64 weight rows each: 4, or 2 with twice the
+///                       registers, for twice the rows.
+template <WeightFormat kStored, CodedEpilogue kEpilogue_, CodedGather kGather_, int kRows_,
+          int kMultipliers = 4>
 struct CodedShape {
   static constexpr WeightFormat kFormat = kStored;
   static constexpr CodedEpilogue kEpilogue = kEpilogue_;
   static constexpr CodedGather kGather = kGather_;
-  static constexpr bool kOrdered = kGather == CodedGather::kOrdered;
+  static constexpr bool kSplit = kGather == CodedGather::kSplit;
+  static_assert(kSplit == (kFormat == WeightFormat::kMxfp4));
+  static constexpr bool kOrdered = kGather != CodedGather::kPlain;
   static constexpr int kRows = kRows_;
+  static constexpr int kLeastRows = kMultipliers == 2 ? 32 : 16;
   static constexpr bool kGated = kEpilogue == CodedEpilogue::kGated;
-  static constexpr int kWarps = 4 * kCodedMultipliers + 4;
+  static constexpr int kWarps = 4 * kMultipliers + 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kMultiplyWarps = 4 * kCodedMultipliers;
+  static constexpr int kMultiplyWarps = 4 * kMultipliers;
   static constexpr int kWeightWarp = kMultiplyWarps;
   static constexpr int kRowsWarp = kMultiplyWarps + 1;  // or the one that fences for gathered rows
   static constexpr int kGatherWarp = kMultiplyWarps + 2;  // and the next
@@ -44,26 +53,24 @@ struct CodedShape {
   // A warpgroup that raises its registers waits until the block has as many left: those that it was
   // launched with, the most that kThreads may have of an SM's 65536, in steps of 8.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kMultiplyRegisters = kOrdered ? 112 : 104;
-  static constexpr int kLoadRegisters = kOrdered ? 32 : 64;
+  static constexpr int kMultiplyRegisters = kMultipliers == 2 ? 232 : kOrdered ? 112 : 104;
+  static constexpr int kLoadRegisters = kMultipliers == 2 ? 40 : kOrdered ? 32 : 64;
   static_assert(32 * kMultiplyWarps * kMultiplyRegisters + 128 * kLoadRegisters <=
                 kThreads * kLaunchRegisters);
 
   /// Groups of 8 weight rows of an item: gated, as many of the gate as of up.
   static constexpr int kGroups = 2 * kMultiplyWarps;
   static constexpr int kColumns = (kGated ? 4 : 8) * kGroups;  // of the output
-  static constexpr int kTurnBytes = kCodedTurn / coded::kUnitValues * coded::unit_bytes(kFormat);
-  // Turns of a stage. The codes of MXFP4 are half as many bytes, so two of them make runs of memory
-  // as long as one of e4m3's; with more rows the memory would be two stages.
-  static constexpr int kTurns = kFormat == WeightFormat::kMxfp4 && kRows <= 64 ? 2 : 1;
-  static constexpr int kGroupBytes = kTurns * kTurnBytes;
+  /// Of a group in a stage.
+  static constexpr int kGroupBytes = kCodedTurn / coded::kUnitValues * coded::unit_bytes(kFormat);
   static constexpr int kWeightsBytes = kGroups * kGroupBytes;
   static constexpr int kBoxBytes = kRows * 128;  // of 64 values of each row, swizzled
   /// That one tensor copy brings: of 8, their number costs more than what they bring too much.
-  static constexpr int kRowsOfCopy = kRows % 24 == 0 ? 24 : 16;
-  static_assert(kRows % kRowsOfCopy == 0);
-  static constexpr int kStageBytes = kWeightsBytes + 2 * kTurns * kBoxBytes;
-  static_assert(kWeightsBytes % 1024 == 0);
+  static constexpr int kRowsOfCopy = kMultipliers == 2 ? 32 : kSplit ? kRowsBeside : 24;
+  static constexpr bool kBeside = kSplit && kRowsOfCopy == kRowsBeside;
+  static_assert(!kOrdered || kRows % kRowsOfCopy == 0);
+  static constexpr int kRowsAt = (kWeightsBytes + 1023) / 1024 * 1024;
+  static constexpr int kStageBytes = kRowsAt + 2 * kBoxBytes;
   static constexpr int kStages = 200 * 1024 / kStageBytes;
 
   static constexpr int kHitsAt = kStages * kStageBytes;
@@ -80,13 +87,15 @@ struct CodedParams {
   const std::byte* x;             // [., depth], bf16
   const std::int32_t* row_token;  // or null
   const float* scales;
-  const float* bias;  // or null
-  void* out;          // [., columns], bf16
+  const float* row_scales;  // of split rows
+  const float* bias;        // or null
+  void* out;                // [., columns], bf16
   const std::int32_t* expert_begin;
   const std::int32_t* expert_rows;
   std::int32_t num_experts;
   std::int32_t depth;
   std::int32_t columns;
+  bool beside;  // split rows, as kRowsBeside says; else the number of rows decides nothing
   ActivationParams activation;
 };
 
@@ -140,7 +149,9 @@ __device__ __forceinline__ CodedWalk list_hits(const CodedParams& params, unsign
   int2 before{0, 0};  // hits, passes
   for (int base = 0; base < params.num_experts; base += Shape::kThreads) {
     const int expert = base + static_cast<int>(threadIdx.x);
-    const int rows = expert < params.num_experts ? params.expert_rows[expert] : 0;
+    const bool exists = expert < params.num_experts;
+    const int rows = exists ? __ldg(params.expert_rows + expert) : 0;
+    const int begin = exists ? __ldg(params.expert_begin + expert) : 0;
     const int2 mine{rows > 0 ? 1 : 0, (rows + Shape::kRows - 1) / Shape::kRows};
     int2 scan = mine;
 #pragma unroll
@@ -152,12 +163,13 @@ __device__ __forceinline__ CodedWalk list_hits(const CodedParams& params, unsign
     if (lane == 31) totals[warp] = scan;
     __syncthreads();
     int2 at{before.x + scan.x - mine.x, before.y + scan.y - mine.y};
-    for (int w = 0; w < Shape::kWarps; ++w) {
+    const int warps = min(Shape::kWarps, (params.num_experts - base + 31) / 32);
+    for (int w = 0; w < warps; ++w) {
       const int2 of_warp = totals[w];
       if (w < warp) at = {at.x + of_warp.x, at.y + of_warp.y};
       before = {before.x + of_warp.x, before.y + of_warp.y};
     }
-    if (rows > 0) hits[at.x] = {expert, params.expert_begin[expert], rows, at.y};
+    if (rows > 0) hits[at.x] = {expert, begin, rows, at.y};
     __syncthreads();
   }
   if (threadIdx.x == 0) hits[before.x] = {-1, 0, 0, before.y};
