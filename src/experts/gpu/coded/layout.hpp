@@ -72,6 +72,7 @@ inline constexpr int kMxfp4LargestScale = 253;
 inline constexpr int kMxfp4MostRange = 120;
 /// Times a byte: the power of two in both halves.
 inline constexpr std::uint32_t kMxfp4Exponents = 0x00800080U;
+
 /// Where a word of MXFP4 has the code of column c of 8: its lower half those of even columns, its
 /// upper half the others.
 SWITCHYARD_HOST_DEVICE constexpr int mxfp4_at(int column) {

@@ -41,7 +41,7 @@ struct CodedShape {
   static_assert(kSplit == (kFormat == WeightFormat::kMxfp4));
   static constexpr bool kOrdered = kGather != CodedGather::kPlain;
   static constexpr int kRows = kRows_;
-  static constexpr int kLeastRows = kMultipliers == 2 ? 32 : 16;
+  static constexpr int kLeastRows = kMultipliers == 2 ? 32 : 16;  // that products are made for
   static constexpr bool kGated = kEpilogue == CodedEpilogue::kGated;
   static constexpr int kWarps = 4 * kMultipliers + 4;
   static constexpr int kThreads = 32 * kWarps;
@@ -64,10 +64,12 @@ struct CodedShape {
   /// Of a group in a stage.
   static constexpr int kGroupBytes = kCodedTurn / coded::kUnitValues * coded::unit_bytes(kFormat);
   static constexpr int kWeightsBytes = kGroups * kGroupBytes;
-  static constexpr int kBoxBytes = kRows * 128;  // of 64 values of each row, swizzled
+  /// Of 64 values of each row, or (split) of one number of 128; swizzled.
+  static constexpr int kBoxBytes = kRows * 128;
+  static constexpr bool kBeside = kSplit && kLeastRows == kRowsBeside;
   /// That one tensor copy brings: of 8, their number costs more than what they bring too much.
-  static constexpr int kRowsOfCopy = kMultipliers == 2 ? 32 : kSplit ? kRowsBeside : 24;
-  static constexpr bool kBeside = kSplit && kRowsOfCopy == kRowsBeside;
+  /// Where second numbers follow kRowsBeside first ones, no more than these.
+  static constexpr int kRowsOfCopy = kMultipliers == 2 ? 32 : kBeside ? kRowsBeside : 24;
   static_assert(!kOrdered || kRows % kRowsOfCopy == 0);
   static constexpr int kRowsAt = (kWeightsBytes + 1023) / 1024 * 1024;
   static constexpr int kStageBytes = kRowsAt + 2 * kBoxBytes;
