@@ -171,26 +171,30 @@ Bounded fp8_dot(const Fp8Row& matrix, std::int64_t i, const Fp8Row& x,
 
 double loss_of_split(std::span<const double> w, std::span<const double> x,
                      std::span<const double> x_error) {
+  const std::size_t n = x.size();
   const auto off = [&](std::size_t k) { return x_error.empty() ? 0.0 : x_error[k]; };
   double largest_x = 0;
-  for (std::size_t k = 0; k < x.size(); ++k) {
-    largest_x = std::max(largest_x, std::abs(x[k]) + off(k));
-  }
+  for (std::size_t k = 0; k < n; ++k) largest_x = std::max(largest_x, std::abs(x[k]) + off(k));
   constexpr double kShare = 0x1p-4;  // that the second number has of a value at most
+  constexpr std::size_t kPair = 2 * kStep;
   double error = 0;
-  for (std::size_t block = 0; block < x.size(); block += kBlock) {
-    double sum = 0;
-    double uncertain = 0;
-    for (std::size_t step = block; step < std::min(x.size(), block + kBlock); step += kStep) {
+  double sum = 0;
+  double uncertain = 0;
+  for (std::size_t unit = 0; unit < n; unit += kPair) {
+    if (unit % kBlock == 0) sum = uncertain = 0;
+    const std::size_t unit_end = std::min(n, unit + kPair);
+    const std::size_t steps = unit_end - unit == kPair ? 2 : 1;
+    for (std::size_t step = 0; step < steps; ++step) {
       double half[2] = {0, 0};
       double power = 0;
       double second = 0;
-      for (std::size_t k = step; k < std::min(x.size(), step + kStep); ++k) {
+      for (std::size_t k = unit; k < unit_end; ++k) {
+        if (steps == 2 && k % 16 / 8 != step) continue;
         const double size = std::abs(w[k]);
-        half[k % 8 / 4] += w[k] * x[k];
+        half[k % 2] += w[k] * x[k];
         second += size * (std::abs(x[k]) + off(k)) * kShare;
         uncertain += size * off(k);
-        // Below 2^-14 of the largest value a code's exponent stays where it is.
+        // Below 2^-13 of the largest value a code's exponent stays where it is.
         power = std::max(
             power, size * std::max((1 + kShare) * (std::abs(x[k]) + off(k)), 0x1p-13 * largest_x));
         error += size * 0x1p-17 * largest_x;

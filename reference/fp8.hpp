@@ -45,8 +45,9 @@ Bounded fp8_dot(const Fp8Row& matrix, std::int64_t i, const Fp8Row& x, std::span
 
 /// What a sum of w[k] * x[k] may lose that is made so of numbers w in e5m2 and x of bf16, each the
 /// sum of two in e4m3 (src/experts/gpu/grouped/coded/split.hpp): what x is short of, 2^-17 of its
-/// largest value each, and what 2 x 32 products at a time cut off, as above; the two halves of 32
-/// are values k % 8 < 4 and the others. `x_error`: what x is uncertain by, or empty.
+/// largest value each, and what 2 x 32 products at a time cut off, as above. Of 64 values the first
+/// 32 are those of k % 16 < 8 (where there are but 32: all), their halves the even and the odd
+/// ones. `x_error`: what x is uncertain by, or empty.
 double loss_of_split(std::span<const double> w, std::span<const double> x,
                      std::span<const double> x_error);
 

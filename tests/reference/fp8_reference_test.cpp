@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "testkit/sanitized.hpp"
@@ -67,31 +69,36 @@ Operands make(Codes kind, unsigned seed) {
   return made;
 }
 
-struct Code {
-  explicit Code(std::uint8_t bits)
-      : value(fp8_row(std::vector{bits}, std::vector{1.0F}).value[0]),
-        exponent(std::max(1, bits >> 3 & 15) - 7) {}
+/// A factor, and the exponent that its code has.
+struct Number {
   double value;
   int exponent;
 };
+Number number_of(std::uint8_t bits) {
+  return {fp8_row(std::vector{bits}, std::vector{1.0F}).value[0], std::max(1, bits >> 3 & 15) - 7};
+}
+std::vector<Number> numbers_of(std::span<const std::uint8_t> codes) {
+  std::vector<Number> numbers;
+  std::ranges::transform(codes, std::back_inserter(numbers), number_of);
+  return numbers;
+}
 
 double cut(double value, double unit, bool down) {
   return (down ? std::floor(value / unit) : std::trunc(value / unit)) * unit;
 }
 
 /// What is in the accumulator after `products` more.
-double add(double sum, std::span<const std::uint8_t> w, std::span<const std::uint8_t> x,
-           bool down) {
+double add(double sum, std::span<const Number> w, std::span<const Number> x, bool down) {
   int exponent = sum == 0 ? -100 : std::ilogb(sum);
   for (std::size_t k = 0; k < w.size(); ++k) {
-    const Code a(w[k]);
-    const Code b(x[k]);
-    if (a.value * b.value != 0) exponent = std::max(exponent, a.exponent + b.exponent);
+    if (w[k].value * x[k].value != 0) {
+      exponent = std::max(exponent, w[k].exponent + x[k].exponent);
+    }
   }
   const double unit = std::ldexp(1.0, exponent - 13);
   double all = cut(sum, unit, down);
   for (std::size_t k = 0; k < w.size(); ++k) {
-    all += cut(Code(w[k]).value * Code(x[k]).value, unit, down);
+    all += cut(w[k].value * x[k].value, unit, down);
   }
   return all == 0 ? 0 : cut(all, std::ldexp(1.0, std::ilogb(all) - 13), false);
 }
@@ -104,8 +111,8 @@ float product(const Operands& o, std::size_t row, const TensorCore& core) {
     const std::size_t end = std::min<std::size_t>(kLength, block + 128);
     for (std::size_t k = block; k < end; k += core.products) {
       const std::size_t count = std::min(core.products, end - k);
-      sum = add(sum, std::span(o.w).subspan(row * kLength + k, count),
-                std::span(o.x).subspan(k, count), core.down);
+      sum = add(sum, numbers_of(std::span(o.w).subspan(row * kLength + k, count)),
+                numbers_of(std::span(o.x).subspan(k, count)), core.down);
     }
     const float scale = o.x_scale[block / 128] * o.w_scale[row / 128 * 4 + block / 128];
     total = std::fma(static_cast<float>(sum), scale, total);
@@ -164,6 +171,102 @@ TEST(Fp8Reference, AWrongScaleRowOrColumnIsBeyondTheBoundNearlyEverywhere) {
   wrong = right;
   std::rotate(wrong.x.begin(), wrong.x.begin() + 16, wrong.x.begin() + 32);
   EXPECT_LT(share_unseen(right, wrong), 0.2) << "columns that change places";
+}
+
+// Rows as two numbers of e4m3 a value, times e2m1 with scales in e5m2, as the kernels for MXFP4
+// have them.
+struct Split {
+  std::vector<double> x, w;
+  double scale = 1;  // what the row was divided by
+
+  [[nodiscard]] double product(const TensorCore& core) const {
+    double total = 0;
+    for (std::size_t block = 0; block < x.size(); block += 128) {
+      double sum = 0;
+      for (std::size_t unit = block; unit < std::min(x.size(), block + 128); unit += 64) {
+        const std::size_t end = std::min(x.size(), unit + 64);
+        for (std::size_t step = 0; step < (end - unit) / 32; ++step) {
+          sum = add_step(sum, unit, end, end - unit == 64 ? static_cast<int>(step) : -1, core);
+        }
+      }
+      total = static_cast<float>(total + sum);
+    }
+    return total * scale;
+  }
+
+ private:
+  [[nodiscard]] double add_step(double sum, std::size_t unit, std::size_t end, int step,
+                                const TensorCore& core) const {
+    std::vector<Number> weights, first, second;
+    for (std::size_t parity = 0; parity < 2; ++parity) {
+      for (std::size_t k = unit + parity; k < end; k += 2) {
+        if (step >= 0 && static_cast<int>(k % 16 / 8) != step) continue;
+        const double value = x[k] / scale;
+        const double nearest = round_value(DType::kF8E4M3, value);
+        const double rest = round_value(DType::kF8E4M3, value - nearest);
+        const auto number = [](double v, int least) {
+          return Number{v, v == 0 ? least : std::max(least, std::ilogb(v))};
+        };
+        weights.push_back(number(w[k], -14));
+        first.push_back(number(nearest, -6));
+        second.push_back(number(rest, -6));
+      }
+    }
+    for (const std::vector<Number>* rows : {&first, &second}) {
+      for (std::size_t k = 0; k < rows->size(); k += core.products) {
+        sum = add(sum, std::span(weights).subspan(k, core.products),
+                  std::span(*rows).subspan(k, core.products), core.down);
+      }
+    }
+    return sum;
+  }
+};
+
+Split make_split(Codes kind, std::size_t length, std::mt19937& random) {
+  Split made;
+  double largest = 0;
+  for (std::size_t k = 0; k < length; ++k) {
+    double value = std::ldexp(1.0 + static_cast<double>(random() % 128) / 128,
+                              -static_cast<int>(random() % (kind == Codes::kAny ? 24 : 3)));
+    if (kind == Codes::kMixed && random() % 40 != 0) value = std::ldexp(value, -12);
+    if (kind != Codes::kOneSign && random() % 2 == 0) value = -value;
+    if (random() % 16 == 0) value = 0;
+    made.x.push_back(value);
+    largest = std::max(largest, std::abs(value));
+    const double codes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    const double code = codes[random() % 8];
+    const int exponent = 13 - static_cast<int>(random() % (kind == Codes::kSmall ? 27 : 4));
+    made.w.push_back(
+        std::ldexp(kind != Codes::kOneSign && random() % 2 == 0 ? -code : code, exponent));
+  }
+  made.scale = std::exp2(std::floor(std::log2(largest)) - 7);
+  return made;
+}
+
+TEST(Fp8Reference, SplitRowsStayWithinTheirBound) {
+  std::mt19937 random(3);
+  double most = 0;
+  for (const Codes kind : kKinds) {
+    for (const std::size_t length : {32U, 64U, 96U, 416U}) {
+      for (int i = 0; i < (kSanitized ? 20 : 100); ++i) {
+        const Split split = make_split(kind, length, random);
+        double want = 0;
+        double magnitude = 0;
+        for (std::size_t k = 0; k < length; ++k) {
+          want += split.w[k] * split.x[k];
+          magnitude += std::abs(split.w[k] * split.x[k]);
+        }
+        // Blocks are added in fp32.
+        const double error = loss_of_split(split.w, split.x, {}) + 8 * 0x1p-24 * magnitude;
+        for (const TensorCore& core : kCores) {
+          const double off = std::abs(split.product(core) - want);
+          ASSERT_LE(off, error) << length << " values";
+          if (error > 0) most = std::max(most, off / error);
+        }
+      }
+    }
+  }
+  EXPECT_GT(most, 0.2) << "the bound is far from what is lost";
 }
 
 TEST(Fp8Reference, ExactNumbersBecomeExactCodes) {
