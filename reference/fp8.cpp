@@ -175,8 +175,8 @@ double loss_of_split(std::span<const double> w, std::span<const double> x,
   const auto off = [&](std::size_t k) { return x_error.empty() ? 0.0 : x_error[k]; };
   double largest_x = 0;
   for (std::size_t k = 0; k < n; ++k) largest_x = std::max(largest_x, std::abs(x[k]) + off(k));
-  constexpr double kShare = 0x1p-4;  // that the second number has of a value at most
-  constexpr std::size_t kPair = 2 * kStep;
+  constexpr double kShare = 0x1p-4;         // that the second number has of a value at most
+  constexpr std::size_t kPair = 2 * kStep;  // values of two steps, which share them
   double error = 0;
   double sum = 0;
   double uncertain = 0;

@@ -78,6 +78,7 @@ namespace switchyard::ptx {
       : SWITCHYARD_F8(d, 0), SWITCHYARD_F8(d, 8), SWITCHYARD_F8(d, 16), SWITCHYARD_F8(d, 24), \
         SWITCHYARD_F8(d, 32) \
       : SWITCHYARD_A4(a), "l"(b), "r"(accumulate))
+
 #define SWITCHYARD_WGMMA_A_N96(TYPE, TAIL, d, a, b, accumulate) \
   asm volatile( \
       "{.reg .pred p; setp.ne.b32 p, %53, 0; " \

@@ -167,8 +167,7 @@ TEST_F(StoredOnTheDevice, SmallRowsInTheOrderOfCodesHaveTheBitsOfRowsAsTheyLie) 
 }
 
 // Of 128 products one alone is not zero: nothing is cut off where they are added, so the bounds of
-// exact products hold for the first one. What the second makes of its rows may be off by what is
-// cut off there.
+// exact products hold for both, of which the second is given such rows too.
 TEST_F(StoredOnTheDevice, SmallSplitRowsOfOneValueInABlockAreExact) {
   if (!is_hopper()) GTEST_SKIP() << "not sm_90";
   for (const Problem& wanted : problems({WeightFormat::kMxfp4})) {

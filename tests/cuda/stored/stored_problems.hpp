@@ -102,19 +102,12 @@ class StoredProblem {
                                          .may_scale_sums = p_.kind.format == WeightFormat::kE4M3,
                                          .may_split_rows = splits};
     std::vector<reference::Bounded> all;
-    std::int32_t read = -1;
-    reference::ExpertMatrices matrices;
-    for (std::int64_t row = 0; row < num_rows(); ++row) {
-      const std::int32_t expert = row_expert_[static_cast<std::size_t>(row)];
-      if (expert != read) matrices = reference::read_expert(config_, source_, expert, precision);
-      read = expert;
-      const std::vector<float> x(x_.begin() + row * p_.hidden, x_.begin() + (row + 1) * p_.hidden);
-      for (reference::Bounded value : reference::expert_row(
-               config_, matrices, reference::as_computed(x, DType::kBF16), precision)) {
-        value = reference::convert(DType::kBF16, value);
-        all.push_back(value);
+    each_row(precision, [&](std::int64_t row, const reference::ExpertMatrices& matrices) {
+      for (const reference::Bounded& value :
+           reference::expert_row(config_, matrices, row_of(x_, row, p_.hidden), precision)) {
+        all.push_back(reference::convert(DType::kBF16, value));
       }
-    }
+    });
     return all;
   }
 
@@ -179,9 +172,7 @@ class StoredProblem {
     launch_coded_gate_up(products.params, nullptr);
     const reference::Precision precision{.compute = DType::kBF16};
     std::vector<reference::Bounded> all;
-    for (std::int64_t row = 0; row < num_rows(); ++row) {
-      const auto matrices = reference::read_expert(
-          config_, source_, row_expert_[static_cast<std::size_t>(row)], precision);
+    each_row(precision, [&](std::int64_t row, const reference::ExpertMatrices& matrices) {
       const std::vector<double> x = row_of(x_, num_rows() - 1 - row, p_.hidden);
       for (std::int64_t i = 0; i < p_.inner; ++i) {
         const auto gate = reference::dot(matrices.gate, i, x, {}, matrices.gate_bias);
@@ -189,7 +180,7 @@ class StoredProblem {
                                  : reference::Bounded{};
         all.push_back(reference::convert(DType::kBF16, reference::inner_value(config_, gate, up)));
       }
-    }
+    });
     return reference::check_output(all, p_.inner, DType::kBF16,
                                    loaded_as_floats(DType::kBF16, products.act.get()));
   }
@@ -206,15 +197,13 @@ class StoredProblem {
     launch_coded_down(products.params, nullptr);
     const reference::Precision precision{.compute = DType::kBF16};
     std::vector<reference::Bounded> all;
-    for (std::int64_t row = 0; row < num_rows(); ++row) {
-      const auto matrices = reference::read_expert(
-          config_, source_, row_expert_[static_cast<std::size_t>(row)], precision);
+    each_row(precision, [&](std::int64_t row, const reference::ExpertMatrices& matrices) {
       const std::vector<double> of = row_of(act, row, p_.inner);
       for (std::int64_t h = 0; h < p_.hidden; ++h) {
         all.push_back(reference::convert(
             DType::kBF16, reference::dot(matrices.down, h, of, {}, matrices.down_bias)));
       }
-    }
+    });
     return reference::check_output(all, p_.hidden, DType::kBF16,
                                    loaded_as_floats(DType::kBF16, products.y.get()));
   }
@@ -274,6 +263,19 @@ class StoredProblem {
       return tokens;
     }
   };
+
+  /// Calls `body(row, matrices of its expert)`, which are read once for each expert.
+  template <typename Body>
+  void each_row(const reference::Precision& precision, Body&& body) const {
+    std::int32_t read = -1;
+    reference::ExpertMatrices matrices;
+    for (std::int64_t row = 0; row < num_rows(); ++row) {
+      const std::int32_t expert = row_expert_[static_cast<std::size_t>(row)];
+      if (expert != read) matrices = reference::read_expert(config_, source_, expert, precision);
+      read = expert;
+      body(row, matrices);
+    }
+  }
 
   /// As computed with.
   [[nodiscard]] static std::vector<double> row_of(const std::vector<float>& values,

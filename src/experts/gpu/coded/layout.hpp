@@ -6,12 +6,12 @@
 //
 // A unit is 8 rows of a matrix by 64 columns, which are two steps of 32 along the sum. Lane (g, t)
 // = (lane / 4, lane % 4) owns 8 columns of each step of row g: e4m3 8t .. 8t + 7, MXFP4 as
-// mxfp4_place() says. Units of the same 8 rows
-// follow each other along the sum, 8 rows follow 8 rows: what a block of a kernel streams is one
-// run of memory for every 8 rows.
+// mxfp4_place() says. Units of the same 8 rows follow each other along the sum, 8 rows follow 8
+// rows: what a block of a kernel streams is one run of memory for every 8 rows.
 //
-//   MXFP4: 8 bytes a lane (a word of 8 codes for each step), then the scales: 2 bytes a row. Either
-//          half of a word chooses four bytes of a table, to which a shift and a mask bring signs.
+//   MXFP4: 8 bytes a lane (a word of 8 codes for each step), then the scales: 2 bytes a row. Shifts
+//          and masks of a word give pairs of bf16 numbers that are too small by a power of two;
+//          either half of it chooses four bytes of a table of e5m2.
 //   e4m3:  in order, 16 bytes of each of the 8 rows, then the next 16 columns: what wgmma takes
 //          without a swizzle, for many rows. A lane has 8 bytes a step. The f32 scales of blocks
 //          stay as they are stored.

@@ -3,10 +3,10 @@
 // The grouped product of bf16 rows with codes on Hopper. Bound by the memory of the codes where
 // experts have up to some 60 rows (MXFP4: 16), by decoding and the tensor cores beyond.
 //
-// A block takes items (256 rows of an expert's weights, up to kRows of its token rows) in turn and
-// sums each over all of K. Codes come once from memory, are decoded once for all rows of the item,
-// and go from registers to wgmma as the M side; token rows are in shared memory as the N side, read
-// once by each of the four warpgroups.
+// A block takes items (64 rows of an expert's weights for each of its four or two warpgroups that
+// multiply, up to kRows of its token rows) in turn and sums each over all of K. Codes come once
+// from memory, are decoded once for all rows of the item, and go from registers to wgmma as the M
+// side; token rows are in shared memory as the N side, read once by each of these warpgroups.
 
 #include <type_traits>
 

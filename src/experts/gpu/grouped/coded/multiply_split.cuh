@@ -29,8 +29,9 @@ class SplitMultiplier : CodedOutput<Shape> {
   /// By the fewest rows that hold the item's, of those that products are made for.
   template <int kN>
   __device__ __forceinline__ void multiply_up_to(const CodedItem& item) {
+    constexpr int kMore = kN < 32 ? 32 : kN + 32;
     if constexpr (kN < Shape::kRows) {
-      if (item.rows > kN) return multiply_up_to < kN < 32 ? 32 : kN + 32 > (item);
+      if (item.rows > kN) return multiply_up_to<kMore>(item);
     }
     constexpr int kHeld = kN < Shape::kRows ? kN : Shape::kRows;
     if constexpr (Shape::kBeside && kHeld == kRowsBeside) {
