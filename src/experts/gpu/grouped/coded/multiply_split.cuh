@@ -123,10 +123,11 @@ class SplitMultiplier : CodedOutput<Shape> {
     this->template store<kN>(item, sums);
   }
 
-  /// Of the lane's two of 8 rows from `first` on.
+  /// Of the lane's two of 8 rows from `first` on. The kernel before this one may have written them
+  /// while this one ran: they are no constants, and come from the L2.
   __device__ __forceinline__ float2 row_scales(const CodedItem& item, int first) const {
     const auto at = [&](int row) {
-      return __ldg(params_.row_scales + item.row + min(row, item.rows - 1));
+      return __ldcg(params_.row_scales + item.row + min(row, item.rows - 1));
     };
     const int row = first + lane() % 4 * 2;
     return {at(row), at(row + 1)};
