@@ -14,19 +14,16 @@ namespace {
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-// exp, erf, tanh and division in fp32: a few units in the last place of a factor in [0, 1], so of
-// |g| in the product (1 + erf cancels for negative g: relative to the result it would not hold).
-constexpr double kFunctionUnits = 8 * kUnit;
 // Largest slopes: silu 1.0999, gelu 1.1289, gelu by tanh 1.1290.
 constexpr double kLargestSlope = 1.13;
 
 double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 
 /// The activation of the gate alone.
-Bounded activate(const ExpertConfig& config, Bounded gate) {
+Bounded activate(const ExpertConfig& config, Bounded gate, double factor_error) {
   if (gate.may_overflow()) return {0, HUGE_VAL};  // silu(-inf) is NaN or -0: by how it is written
   const double g = gate.value;
-  const double smooth = kLargestSlope * gate.error + kFunctionUnits * std::abs(g) + kFlush;
+  const double smooth = kLargestSlope * gate.error + factor_error * std::abs(g) + kFlush;
   switch (config.activation) {
     case Activation::kSilu: return {g * sigmoid(g), smooth};
     case Activation::kGelu: return {g * 0.5 * std::erfc(-g / std::numbers::sqrt2), smooth};
@@ -43,7 +40,7 @@ Bounded activate(const ExpertConfig& config, Bounded gate) {
     case Activation::kClampedSwiglu: {
       const double clamped = std::min(g, double{config.limit});
       return {clamped * sigmoid(double{config.alpha} * clamped),
-              smooth + kFunctionUnits * std::abs(clamped)};
+              smooth + factor_error * std::abs(clamped)};
     }
   }
   return {};
@@ -51,8 +48,8 @@ Bounded activate(const ExpertConfig& config, Bounded gate) {
 
 }  // namespace
 
-Bounded inner_value(const ExpertConfig& config, Bounded gate, Bounded up) {
-  const Bounded activated = activate(config, gate);
+Bounded inner_value(const ExpertConfig& config, Bounded gate, Bounded up, double factor_error) {
+  const Bounded activated = activate(config, gate, factor_error);
   if (!config.gated) return activated;
   if (config.activation != Activation::kClampedSwiglu) return multiply(activated, up);
   const double limit = config.limit;

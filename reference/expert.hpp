@@ -60,9 +60,18 @@ struct ExpertMatrices {
 ExpertMatrices read_expert(const ExpertConfig& config, const ExpertSource& source,
                            std::int32_t expert, const Precision& precision);
 
+/// What the factor in [0, 1] of a smooth activation, sigmoid or (1 + erf) / 2, may be off by, and
+/// so the product by that of |gate|: exp, erf, tanh and division in fp32 are right to a few units
+/// in the last place (1 + erf cancels for negative gates: relative to the result it would not
+/// hold).
+inline constexpr double kFp32FactorError = 8 * kUnit;
+/// The same of sigmoids by `tanh.approx.f32`, where the intermediate becomes e4m3 (Hopper).
+inline constexpr double kFp8FactorError = 0x1p-17 + kFp32FactorError;
+
 /// act(gate) [* up], what one of the I inner values is before it is rounded to the compute type; of
 /// fp32 operations. `up` counts where the experts are gated.
-Bounded inner_value(const ExpertConfig& config, Bounded gate, Bounded up);
+Bounded inner_value(const ExpertConfig& config, Bounded gate, Bounded up,
+                    double factor_error = kFp32FactorError);
 
 /// y [H] = W2 act(W1 x + b1 [, W3 x + b3]) + b2 with its error bound; x [H] as computed with.
 std::vector<Bounded> expert_row(const ExpertConfig& config, const ExpertMatrices& matrices,

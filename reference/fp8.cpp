@@ -226,7 +226,7 @@ std::vector<Bounded> fp8_expert_row(const ExpertConfig& config, const Fp8Expert&
   std::vector<Bounded> inner;
   for (std::int64_t i = 0; i < config.inner; ++i) {
     inner.push_back(inner_value(config, fp8_dot(expert.gate, i, x, expert.gate_bias),
-                                fp8_dot(expert.up, i, x, expert.up_bias)));
+                                fp8_dot(expert.up, i, x, expert.up_bias), kFp8FactorError));
   }
   const Fp8Row between = quantised(inner);
   std::vector<Bounded> y;

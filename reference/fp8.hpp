@@ -60,7 +60,8 @@ struct Fp8Expert {
 Fp8Expert read_fp8_expert(const ExpertConfig& config, const ExpertSource& source,
                           std::int32_t expert);
 
-/// y [H] of gated experts, the intermediate in e4m3 as quantised() has it.
+/// y [H] of gated experts, the intermediate in e4m3 as quantised() has it, of activations right to
+/// kFp8FactorError.
 std::vector<Bounded> fp8_expert_row(const ExpertConfig& config, const Fp8Expert& expert,
                                     const Fp8Row& x);
 

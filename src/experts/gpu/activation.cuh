@@ -12,16 +12,24 @@
 
 namespace switchyard {
 
-/// x * sigmoid(scale * x); right to 3e-7 of the larger of |x| and 1.
+/// x * sigmoid(scale * x); right to 3e-7 of the larger of |x| and 1. Coarse, of one approximation
+/// in place of two: on Hopper right to 2^-17 of |x|, for what is rounded to fewer bits.
+template <bool kCoarse>
 __device__ __forceinline__ float sigmoid_weighted(float x, float scale) {
-  constexpr float kLog2E = 1.44269504F;
-  return x * ptx::reciprocal_approx(1.0F + ptx::exp2_approx(-kLog2E * scale * x));
+  if constexpr (kCoarse) {
+    const float half = 0.5F * x;  // sigmoid(z) = (1 + tanh(z / 2)) / 2
+    return fmaf(half, ptx::tanh_approx(scale * half), half);
+  } else {
+    constexpr float kLog2E = 1.44269504F;
+    return x * ptx::reciprocal_approx(1.0F + ptx::exp2_approx(-kLog2E * scale * x));
+  }
 }
 
+template <bool kCoarse>
 __device__ __forceinline__ float gelu_tanh(float x) {
   // tanh(z) = 2 sigmoid(2z) - 1, so gelu is x * sigmoid(2z).
   constexpr float kTwoRootTwoOverPi = 1.59576912F;
-  return sigmoid_weighted(x, kTwoRootTwoOverPi * (1.0F + 0.044715F * x * x));
+  return sigmoid_weighted<kCoarse>(x, kTwoRootTwoOverPi * (1.0F + 0.044715F * x * x));
 }
 
 /// kRelu is max(x, floor), which without one is kIdentity: a body of its own for that would cost
@@ -30,20 +38,21 @@ __device__ __forceinline__ float relu_floor(const ActivationParams& params) {
   return params.kind == Activation::kIdentity ? -CUDART_INF_F : 0.0F;
 }
 
-template <Activation kKind, bool kGated>
+/// kCoarse: sigmoids as sigmoid_weighted() has them.
+template <Activation kKind, bool kGated, bool kCoarse = false>
 __device__ __forceinline__ float activate(float gate, float up, const ActivationParams& params) {
   if constexpr (kKind == Activation::kClampedSwiglu) {
     const float g = fminf(gate, params.limit);
     const float u = fminf(fmaxf(up, -params.limit), params.limit);
-    return sigmoid_weighted(g, params.alpha) * (u + 1.0F);
+    return sigmoid_weighted<kCoarse>(g, params.alpha) * (u + 1.0F);
   } else {
     float y = gate;
     if constexpr (kKind == Activation::kSilu) {
-      y = sigmoid_weighted(gate, 1.0F);
+      y = sigmoid_weighted<kCoarse>(gate, 1.0F);
     } else if constexpr (kKind == Activation::kGelu) {
       y = 0.5F * gate * (1.0F + erff(gate * 0.70710678F));
     } else if constexpr (kKind == Activation::kGeluTanh) {
-      y = gelu_tanh(gate);
+      y = gelu_tanh<kCoarse>(gate);
     } else if constexpr (kKind == Activation::kRelu) {
       y = ptx::max_nan(gate, relu_floor(params));
     } else {

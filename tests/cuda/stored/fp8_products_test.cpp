@@ -90,7 +90,7 @@ class Products {
         for (std::int64_t i = 0; i < p_.inner; ++i) {
           inner.push_back(reference::inner_value(
               config_, reference::fp8_dot(expert.gate, i, x, expert.gate_bias),
-              reference::fp8_dot(expert.up, i, x, expert.up_bias)));
+              reference::fp8_dot(expert.up, i, x, expert.up_bias), reference::kFp8FactorError));
         }
         const Fp8Row want = reference::quantised(inner);
         const Fp8Row got = row_of_act(row);

@@ -26,12 +26,18 @@ class SplitMultiplier : CodedOutput<Shape> {
   using Output::lane;
   using typename Output::Cursor;
 
+  /// Products are made for 16, 32, 48 (Shape::kRows) or 32, 64, 72, 80, 96, 128 rows: fine about
+  /// 64, which is what 512 tokens give 32 experts.
+  static constexpr int more_rows(int than) {
+    if (than < 32) return 32;
+    return than == 64 || than == 72 ? than + 8 : than == 80 ? 96 : than + 32;
+  }
+
   /// By the fewest rows that hold the item's, of those that products are made for.
   template <int kN>
   __device__ __forceinline__ void multiply_up_to(const CodedItem& item) {
-    constexpr int kMore = kN < 32 ? 32 : kN + 32;
     if constexpr (kN < Shape::kRows) {
-      if (item.rows > kN) return multiply_up_to<kMore>(item);
+      if (item.rows > kN) return multiply_up_to<more_rows(kN)>(item);
     }
     constexpr int kHeld = kN < Shape::kRows ? kN : Shape::kRows;
     if constexpr (Shape::kBeside && kHeld == kRowsBeside) {

@@ -193,11 +193,12 @@ class Fp8Multiplier {
 
   __device__ __forceinline__ void activate_sums(float (&sums)[2][64]) const {
     const ActivationParams& activation = context_.params.epilogue.activation;
+    constexpr bool kCoarse = true;  // the values become e4m3
     with_activation(activation.kind, [&](auto kind) {
       constexpr Activation kKind = decltype(kind)::value;
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
-        sums[0][i] = activate<kKind, true>(sums[0][i], sums[1][i], activation);
+        sums[0][i] = activate<kKind, true, kCoarse>(sums[0][i], sums[1][i], activation);
       }
     });
   }
