@@ -15,6 +15,7 @@
 namespace switchyard::bench {
 
 class SonicmoePeer;
+class StoredPeer;
 class TorchPeer;
 
 /// One case, complete.
@@ -40,6 +41,7 @@ struct LayerCase {
   bool peer_onednn = false;               ///< Time oneDNN's loop over the experts beside the layer.
   TorchPeer* peer_torch = nullptr;        ///< Asked for the same on the same data, if it is there.
   SonicmoePeer* peer_sonicmoe = nullptr;  ///< Asked for layers of the suite "forward".
+  StoredPeer* peer_stored = nullptr;      ///< Asked for layers of stored weights.
   bool published_data = false;  ///< Of the suite "fused-moe": nothing is scaled, ids may repeat.
   SoftMoeConfig mixing{};       ///< Of the suite "soft-moe".
   std::string bar{};            ///< The project's promise that this case answers; "": none.

@@ -11,6 +11,7 @@
 #include "bench/measure/wire_rate.hpp"
 #include "bench/peers/onednn.hpp"
 #include "bench/peers/sonicmoe.hpp"
+#include "bench/peers/stored.hpp"
 #include "bench/peers/torch.hpp"
 #include "core/check.hpp"
 #include "switchyard/device.hpp"
@@ -348,6 +349,7 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   if (c.peer_sonicmoe != nullptr && c.bar != "B4" && (trains || c.skew == "uniform")) {
     c.peer_sonicmoe->measure(c, result);
   }
+  if (c.peer_stored != nullptr) c.peer_stored->measure(c, result);
   if (c.peer_torch != nullptr) {
     const ConstRawMatrix x{tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};
     c.peer_torch->measure(

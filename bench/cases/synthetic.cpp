@@ -15,6 +15,12 @@
 #include "testkit/random.hpp"
 
 namespace switchyard::bench {
+
+double zipf_of(const std::string& skew) {
+  constexpr std::string_view kZipf = "zipf:";
+  return skew.starts_with(kZipf) ? std::stod(skew.substr(kZipf.size())) : 0;
+}
+
 namespace {
 
 constexpr std::size_t kTableSize = 1 << 16;

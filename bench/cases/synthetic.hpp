@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -40,6 +41,9 @@ struct SyntheticRouting {
 [[nodiscard]] SyntheticRouting synthetic_routing(std::int64_t num_tokens, std::int32_t num_experts,
                                                  std::int32_t top_k, std::string_view skew,
                                                  std::uint64_t seed);
+
+/// The exponent S of a skew "zipf:S"; 0 for any other.
+[[nodiscard]] double zipf_of(const std::string& skew);
 
 /// As the published fused-MoE table has it: uniform ids that may repeat within a token, standard
 /// normal weights.

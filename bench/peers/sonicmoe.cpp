@@ -5,9 +5,9 @@
 
 #include <nlohmann/json.hpp>
 #include <string>
-#include <string_view>
 #include <utility>
 
+#include "bench/cases/synthetic.hpp"
 #include "bench/peer_scripts.hpp"
 #include "bench/peers/python_process.hpp"
 
@@ -22,16 +22,6 @@ struct SonicmoePeer::State {
 
 SonicmoePeer::SonicmoePeer() : state_(std::make_unique<State>()) {}
 SonicmoePeer::~SonicmoePeer() = default;
-
-namespace {
-
-/// The exponent of a skew "zipf:X"; 0 for "uniform".
-double zipf_of(const std::string& skew) {
-  constexpr std::string_view kZipf = "zipf:";
-  return skew.starts_with(kZipf) ? std::stod(skew.substr(kZipf.size())) : 0;
-}
-
-}  // namespace
 
 void SonicmoePeer::measure(const LayerCase& c, CaseResult& result) {
   constexpr int kRounds = 25;

@@ -3,6 +3,7 @@
 
 #include <charconv>
 
+#include "bench/peers/stored.hpp"
 #include "tool/options/sizes.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
@@ -83,8 +84,11 @@ LayerCase base_case(const Options& options, const World& world) {
   c.skew = options.skew;
   c.seed = static_cast<std::uint64_t>(options.seed);
   for (const std::string& peer : options.peers) {
-    if (peer != "onednn" && peer != "torch" && peer != "sonicmoe") {
-      throw UsageError("--peer: '{}' is none of layers, want onednn, torch or sonicmoe", peer);
+    const bool is_stored = bench::StoredPeer::names(peer);
+    if (peer != "onednn" && peer != "torch" && peer != "sonicmoe" && !is_stored) {
+      throw UsageError(
+          "--peer: '{}' is none of layers, want onednn, torch, sonicmoe, triton-mxfp4 or deepgemm",
+          peer);
     }
     c.peer_onednn = c.peer_onednn || peer == "onednn";
   }

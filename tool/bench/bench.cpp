@@ -8,6 +8,7 @@
 #include "bench/cases/paths_case.hpp"
 #include "bench/cases/suites.hpp"
 #include "bench/peers/sonicmoe.hpp"
+#include "bench/peers/stored.hpp"
 #include "bench/peers/torch.hpp"
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
@@ -148,6 +149,40 @@ std::unique_ptr<bench::SonicmoePeer> sonicmoe_peer(const Options& options, const
   }
 }
 
+/// Null: nobody has asked for one.
+std::unique_ptr<bench::StoredPeer> stored_peer(const Options& options, const LayerCase& base) {
+  const auto named = std::find_if(options.peers.begin(), options.peers.end(),
+                                  [](const auto& name) { return bench::StoredPeer::names(name); });
+  if (named == options.peers.end()) return nullptr;
+  const WeightFormat format = bench::StoredPeer::format_of(*named);
+  if (base.options.weights != format) {
+    throw UsageError("--peer: {} multiplies weights as they are stored, want --weights {}", *named,
+                     to_string(format));
+  }
+  const bool in_fp8 = base.options.compute == DType::kF8E4M3;
+  if (format == WeightFormat::kE4M3 && !in_fp8) {
+    throw UsageError("--peer: {} multiplies rows in e4m3, want --compute fp8", *named);
+  }
+  if (base.layout != "compact" || base.skew.starts_with("hot") || !options.router.empty()) {
+    throw UsageError(
+        "--peer: {} runs a compact top-k layer of uniform or Zipf loads, want no other --layout, "
+        "--skew or --router",
+        *named);
+  }
+  if (base.num_ranks > 1) {
+    throw UsageError("--peer: {} runs beside one rank, want --ranks 1", *named);
+  }
+  if (base.options.backend != Backend::kCuda || options.scale != 1) {
+    throw UsageError("--peer: {} runs on a GPU at full size, want --backend cuda, --scale 1",
+                     *named);
+  }
+  try {
+    return std::make_unique<bench::StoredPeer>(*named);
+  } catch (const Error& error) {
+    throw UsageError("--peer: {} cannot be used: {}", *named, message_of(error));
+  }
+}
+
 /// Only the stages that --stages asks for.
 void filter_stages(const Options& options, CaseResult& result) {
   if (options.stages.empty()) return;
@@ -221,6 +256,8 @@ int bench_command(const Options& options) {
   base.peer_torch = torch.get();
   const std::unique_ptr<bench::SonicmoePeer> sonicmoe = sonicmoe_peer(options, base);
   base.peer_sonicmoe = sonicmoe.get();
+  const std::unique_ptr<bench::StoredPeer> stored = stored_peer(options, base);
+  base.peer_stored = stored.get();
   const std::vector<SuiteCase> cases = choose_cases(options, base);
   const bench::Machine machine = bench::this_machine();
   const bench::Limits limits = limits_of(world, base.options.backend);

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "bench/peers/stored.hpp"
 #include "core/check.hpp"
 #include "core/printable.hpp"
 #include "tool/options/words.hpp"
@@ -62,13 +63,19 @@ void print_write_back(const bench::CaseResult& result) {
              more.at("write_back_over_combine").get<double>(), result.what.top_k);
 }
 
-/// Why SonicMoE was not measured; what it took is in the verdict.
-void print_sonicmoe(const bench::CaseResult& result) {
-  if (!result.more.is_object() || !result.more.contains("sonicmoe")) return;
-  const nlohmann::json& sonicmoe = result.more.at("sonicmoe");
-  if (!sonicmoe.contains("error")) return;
-  fmt::print("peer sonicmoe {}: {}\n", sonicmoe.at("version").get<std::string>(),
-             sonicmoe.at("error").get<std::string>());
+/// Why a peer in a Python process was not measured, or what it took beside ours there. (What
+/// SonicMoE took is in the verdict.)
+void print_python_peer(const bench::CaseResult& result, const char* name) {
+  if (!result.more.is_object() || !result.more.contains(name)) return;
+  const nlohmann::json& peer = result.more.at(name);
+  const auto version = peer.at("version").get<std::string>();
+  if (peer.contains("error")) {
+    fmt::print("peer {} {}: {}\n", name, version, peer.at("error").get<std::string>());
+  } else if (bench::StoredPeer::names(name)) {
+    const nlohmann::json& us = peer.at("median_us");
+    fmt::print("{} {}: {}, ours {}, in turns in one process: {:.3f}x\n", name, version,
+               human_time(us.at(name)), human_time(us.at("ours")), peer.at("ratio").get<double>());
+  }
 }
 
 /// What a layer takes among others, beside "layer", which stands alone.
@@ -157,7 +164,9 @@ void BenchReport::print_case(const bench::CaseResult& result) const {
   print_write_back(result);
   print_torch(result);
   print_useful_rate(result);
-  print_sonicmoe(result);
+  for (const char* name : {"sonicmoe", "triton-mxfp4", "deepgemm"}) {
+    print_python_peer(result, name);
+  }
   if (!result.verdict.empty()) {
     const bool holds =
         result.more.is_object() ? result.more.value("holds", result.holds) : result.holds;

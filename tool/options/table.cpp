@@ -236,8 +236,8 @@ const OptionSpec kOptions[] = {
      kBench | kTrain, &Options::recompute, 0, words_of<Recompute>()},
     {"--peer", "NAME",
      "time this peer in the same run: onednn, torch, sonicmoe (of --suite forward and training), "
-     "or mpi "
-     "(exchanges; on GPUs nccl); may be given again",
+     "triton-mxfp4 (of --weights mxfp4), deepgemm (of --weights fp8), or mpi (exchanges; on GPUs "
+     "nccl); may be given again",
      kBench, &Options::peers},
     {"--scale", "F", "divide the suite's tokens and sizes by F (small machines)", kBench | kSweep,
      &Options::scale, 0, "", 1, 1024},

@@ -1,11 +1,8 @@
 #!/usr/bin/env python3
 """Times SonicMoE and this library's layer in turns: `bench --suite forward --peer sonicmoe` asks,
-and `--suite training`, which goes the way back too and has PyTorch's grouped_mm beside both.
-
-A ratio to another program holds for one process on one card only: clocks follow the power drawn,
-and a launch costs one program more than another. So both run here, on the same tokens, weights and
-router, each in a CUDA graph of its own, in turns with each other and with a dense product, the L2
-cache flushed before each. The weights lie twice, as each wants them.
+and `--suite training`, which goes the way back too and has PyTorch's grouped_mm beside both. In turns
+with a dense product too, on the same tokens, weights and router; the weights lie twice, as each wants
+them. peer_process.py says how it is measured.
 
 A request is one line of JSON on stdin: {"T", "E", "K", "H", "I", "seed", "rounds", "pass": "forward"
 or "both", "zipf"}. With "both" a run ends with the gradients of tokens, router and weights. A zipf above
@@ -15,15 +12,7 @@ it is in the answer, one line on stdout: {"median_us": {"ours", "sonicmoe", "den
 SWITCHYARD_LIBRARY naming the libswitchyard.so that is measured.
 """
 
-import gc
-import importlib
-import importlib.metadata
-import json
-import os
-import signal
-import statistics
-import sys
-import traceback
+from peer_process import Programs, in_turns, needed, relative, require_same, serve, version_of
 
 DENSE = 8192
 # Of the norm. SonicMoE rounds its logits to bf16, so that one token in a hundred goes to another last
@@ -31,32 +20,10 @@ DENSE = 8192
 MOST_DIFFERENCE = 0.3
 
 
-class NoPeer(Exception):
-    """Something that is needed is missing; the words say what."""
+class WithSonicmoe(Programs):
+    """SonicMoE's layer, and this library's."""
 
-
-def needed(name, why):
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # an import may fail in any way, a missing library among them
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise NoPeer(f"{why}: {words} (python3 is {sys.executable})") from None
-
-
-def version_of(module, distribution):
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return str(getattr(module, "__version__", "unknown"))
-
-
-class Programs:
-    """The modules that are measured, and what they are measured with."""
-
-    def __init__(self):
-        self.torch = needed("torch", "torch cannot be imported")
-        if not self.torch.cuda.is_available():
-            raise NoPeer(f"torch {self.torch.__version__} of {sys.executable} sees no GPU")
+    def find_peer(self):
         sonicmoe = needed("sonicmoe", "sonicmoe cannot be imported")
         self.sonic_layer = needed("sonicmoe.functional",
                                   "sonicmoe.functional cannot be imported"
@@ -64,49 +31,7 @@ class Programs:
         self.grouped_mm = getattr(self.torch, "_grouped_mm", None)
         self.swiglu = needed("sonicmoe.enums",
                              "sonicmoe.enums cannot be imported").ActivationType.SWIGLU
-        self.switchyard = needed("switchyard", "switchyard cannot be imported, for PYTHONPATH has "
-                                               "not its folder python or SWITCHYARD_LIBRARY does "
-                                               "not name libswitchyard.so")
         self.version = version_of(sonicmoe, "sonic-moe")
-        cache = getattr(self.torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 << 20
-        self.flushed = self.torch.empty(2 * cache, dtype=self.torch.uint8, device="cuda")
-
-    def captured(self, work):
-        """The work as a graph, warmed up before on a stream of its own."""
-        torch = self.torch
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                work()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        return graph.replay
-
-    def sample(self, work):
-        """Microseconds of one run, what it reads cold."""
-        begin, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flushed.fill_(1)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return 1e3 * begin.elapsed_time(end)
-
-
-def in_turns(works, rounds, sample):
-    """The median of each work. Who begins changes with every round: the last one has warmed the
-    card for the next."""
-    times = {name: [] for name in works}
-    names = list(works)
-    for _ in range(rounds):
-        for name in names:
-            times[name].append(sample(works[name]))
-        names.append(names.pop(0))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def tilt(torch, tokens, gate, exponent):
@@ -161,11 +86,6 @@ def torch_layer(programs, top_k):
         return torch.zeros_like(tokens).index_add(0, token, weighted)
 
     return layer
-
-
-def relative(a, b):
-    """The norm of a - b by that of b."""
-    return ((a - b).float().norm() / b.float().norm()).item()
 
 
 def forward_works(programs, request, values):
@@ -244,9 +164,7 @@ def measure(programs, request):
     max_over_mean = load(torch, *values[:2], request["K"])
     make = training_works if request.get("pass") == "both" else forward_works
     works, difference = make(programs, request, values)
-    if not difference <= MOST_DIFFERENCE:
-        return {"error": f"the outputs differ by {difference:.3g} of their norm, at most "
-                         f"{MOST_DIFFERENCE}: this is not the same layer"}
+    require_same(difference, MOST_DIFFERENCE)
     graphs = {name: programs.captured(work) for name, work in works.items()}  # use what works hold
     square = torch.randn(DENSE, DENSE, device="cuda").bfloat16()
     graphs["dense"] = lambda: square @ square
@@ -256,37 +174,5 @@ def measure(programs, request):
             "difference": difference, "max_over_mean": max_over_mean, "rounds": request["rounds"]}
 
 
-def answer(programs, request):
-    try:
-        with programs.torch.no_grad():
-            return measure(programs, request)
-    except Exception as error:  # whatever goes wrong in it, the tool goes on with the next shape
-        traceback.print_exc()
-        words = str(error).strip().splitlines()
-        return {"error": f"{type(error).__name__}: {words[0] if words else 'no words'}"}
-    finally:
-        gc.collect()  # a layer's memory is not torch's to reuse
-        programs.torch.cuda.empty_cache()
-
-
-def main():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who has started this closes stdin
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print is no answer
-
-    def say(value):
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
-    try:
-        programs = Programs()
-    except NoPeer as error:
-        say({"error": str(error)})
-        return
-    say({"version": programs.version, "device": programs.torch.cuda.get_device_name(0)})
-    for line in sys.stdin:
-        say(answer(programs, json.loads(line)))
-
-
 if __name__ == "__main__":
-    main()
+    serve(WithSonicmoe, measure)
