@@ -80,6 +80,7 @@ BARS = {
     "Q6": ("-", "the same, 512 tokens of 128 experts"),
     "Q6 rate": ("+", "both products of 512 tokens of 32 experts, MXFP4: TFLOP/s"),
     "Q7": ("+", "the same of 4096 tokens, 32 and 128 experts: share of dense cuBLAS in turns"),
+    "Q1": ("+", "e4m3, the plain product on six shapes beside DeepGEMM's, in turns in one process: x its speed"),
     "Q2": ("-", "e4m3, the first product with gather, SwiGLU and new codes: time over the plain product's"),
     "Q3": ("+", "e4m3, both products and the rows' codes: x the bf16 kernels, in turns"),
     "M4": ("-", "a token step of generation, preset s behind 512 positions, batch 1, 8, 64: ms"),

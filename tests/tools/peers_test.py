@@ -4,6 +4,7 @@ is missing, and the turns of SonicMoE and our layer with stand-ins for both."""
 import glob
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,31 @@ class Layer:
 REQUEST = {"T": 64, "E": 4, "K": 2, "H": 8, "I": 16, "seed": 17, "rounds": 6}
 
 
+def program(script):
+    """A peer as bench/CMakeLists.txt compiles it in: what they share in front, in place of its import."""
+    texts = []
+    for name in "peer_process.py", script:
+        with open(os.path.join(PEERS, name), encoding="utf-8") as file:
+            texts.append(file.read())
+    own = re.sub(r"\nfrom peer_process import[^\n]*\n", "\n", texts[1])
+    return own if own == texts[1] else texts[0] + own
+
+
+class FakePrograms:
+    """What the stored peers time: works are their names, or raise."""
+
+    name = "peer"
+
+    def __init__(self, us):
+        self.us = us
+
+    def captured(self, work):
+        return work()[0]
+
+    def sample(self, name):
+        return self.us[name]
+
+
 class Peers(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -139,11 +165,10 @@ class Peers(unittest.TestCase):
             missing = but and name.startswith(but)
             self.write(name, f"raise ImportError('no {but} in this folder')" if missing else text)
 
-    def ask(self, script, *requests, gpu="1", difference="0.01", breaks="0"):
+    def ask(self, script, *requests, word="cuda", gpu="1", difference="0.01", breaks="0"):
         env = {**os.environ, "PYTHONPATH": self.d, "FAKE_GPU": gpu, "PYTHONDONTWRITEBYTECODE": "1",
                "FAKE_DIFFERENCE": difference, "FAKE_BREAKS": breaks}
-        with open(os.path.join(PEERS, script), encoding="utf-8") as file:
-            words = [sys.executable, "-c", file.read(), "cuda"]  # as the tool starts it
+        words = [sys.executable, "-c", program(script), word]  # as the tool starts it
         text = "".join(json.dumps(request) + "\n" for request in requests)
         done = subprocess.run(words, input=text, env=env, capture_output=True, text=True,
                               check=False)
@@ -175,9 +200,12 @@ class Peers(unittest.TestCase):
         _, answer = self.ask("sonicmoe_peer.py", REQUEST | {"pass": "both"}, difference="0.5")
         self.assertRegex(answer["error"], "differ by 0.5 ")
 
-    def test_another_program_begins_every_round(self):
+    def imported(self):
         sys.path.insert(0, PEERS)
         self.addCleanup(sys.path.remove, PEERS)
+
+    def test_another_program_begins_every_round(self):
+        self.imported()
         import sonicmoe_peer
         ran = []
         works = {name: name for name in "abc"}
@@ -202,10 +230,49 @@ class Peers(unittest.TestCase):
             (hello,) = self.ask("sonicmoe_peer.py", REQUEST)
             self.assertRegex(hello["error"], f"{missing}.* cannot be imported.*: no {missing} in "
                                              "this folder .*python3 is")
-        for script in "sonicmoe_peer.py", "torch_peer.py":
+        for script, word in (("sonicmoe_peer.py", ""), ("torch_peer.py", "cuda"),
+                             ("stored_peer.py", "deepgemm"), ("stored_peer.py", "triton-mxfp4")):
             self.stand_ins()
-            (hello,) = self.ask(script, gpu="0")
+            (hello,) = self.ask(script, word=word, gpu="0")
             self.assertRegex(hello["error"], "torch 9.9 of .* sees no GPU")
+        for word, module in ("deepgemm", "deep_gemm"), ("triton-mxfp4", "triton"):
+            (hello,) = self.ask("stored_peer.py", word=word)
+            self.assertRegex(hello["error"], f"^{module} cannot be imported: No module named")
+
+    def test_a_stored_peer_that_has_another_activation_says_so(self):
+        self.stand_ins()
+        self.write("deep_gemm/__init__.py", "m_grouped_fp8_gemm_nt_contiguous = None\n__version__ = '1'")
+        self.write("deep_gemm/utils/__init__.py", "")
+        self.write("deep_gemm/utils/math.py", "")
+        self.write("deep_gemm/utils/layout.py", "def get_mn_major_tma_aligned_tensor(scales): pass")
+        (hello,) = self.ask("stored_peer.py", word="deepgemm")
+        self.assertRegex(hello["error"], "deep_gemm has not the names that are used")
+        self.write("deep_gemm/__init__.py", "def m_grouped_fp8_gemm_nt_contiguous(*_): pass\n__version__ = '1'")
+        hello, answer = self.ask("stored_peer.py", REQUEST | {"activation": "gelu"}, word="deepgemm")
+        self.assertEqual(hello, {"version": "1", "device": "stand-in"})
+        self.assertEqual(answer, {"error": "ValueError: want the activation silu, not gelu"})
+
+    def timed(self, us, works, difference=0.01):
+        import stored_peer
+        stored_peer.relative = lambda a, b: difference if "ours" in (a, b) else 0.0
+        return stored_peer.timed(FakePrograms(us), {"rounds": 3}, works, [4, 8])
+
+    def test_of_a_stored_peers_ways_the_faster_counts_and_one_that_fails_is_left_out(self):
+        self.imported()
+
+        def fails():
+            raise RuntimeError("no kernel")
+
+        works = {"ours": [lambda: "ours"], 4: [lambda: "four"], 8: [lambda: "eight"]}
+        us = {"ours": 2.0, "four": 6.0, "eight": 3.0}
+        answer = self.timed(us, works)
+        self.assertEqual((answer["median_us"], answer["ratio"], answer["way"]),
+                         ({"ours": 2.0, "peer": 3.0}, 1.5, 8))
+        self.assertEqual(self.timed(us, works | {8: [fails]})["way"], 4)
+        with self.assertRaisesRegex(RuntimeError, "no kernel"):
+            self.timed(us, works | {4: [fails], 8: [fails]})
+        with self.assertRaisesRegex(ValueError, "differ by 0.4 "):
+            self.timed(us, works, difference=0.4)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,12 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+/// Returns some `cycles` of the multiprocessor later.
+__device__ __forceinline__ void wait_cycles(int cycles) {
+  const auto begin = static_cast<std::uint32_t>(clock());
+  while (static_cast<std::uint32_t>(clock()) - begin < static_cast<std::uint32_t>(cycles)) {
+  }
+}
 /// Off by up to 2^-11 of the result, says PTX; on Hopper by 2^-16 of 1.
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;

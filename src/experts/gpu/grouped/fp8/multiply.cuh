@@ -24,6 +24,9 @@ class Fp8Multiplier {
       : context_(context),
         fp8_(fp8),
         group_(group),
+        first_rows_(ptx::wgmma_operand(context.rows_at({}) +
+                                       static_cast<std::uint32_t>(group * kHalfRows * 128))),
+        first_weights_(ptx::wgmma_plain_operand(context.weights_at({}), 128 * coded::kGroupRows)),
         staging_{context.shared + Shape::kStagingAt +
                      static_cast<std::uint32_t>(group) * Shape::Out::kBytes,
                  1 + group} {}
@@ -48,6 +51,8 @@ class Fp8Multiplier {
   }
 
  private:
+  static constexpr int kBehind = 200;  // cycles; a group of products is 256
+
   /// Where the scales of a thread's two rows begin.
   struct RowScales {
     std::uint32_t at[2];
@@ -83,8 +88,12 @@ class Fp8Multiplier {
                fp8_.blocks;
   }
 
-  /// Two steps a turn, so that scales that are asked for during one are multiplied in the next
-  /// without being moved: a move waits for them.
+  /// A step's products run in two groups, of 128 weights each. Two warpgroups that begin theirs at
+  /// once share the tensor cores, end at once, and leave them idle while both add up; one that is
+  /// behind by more than that takes has them for itself meanwhile. So the second one begins a tile
+  /// later, and what a step waits for, its stage and its scales, is waited for while the last group
+  /// of the step before runs. Scales are asked for a step earlier still, in turns into two places:
+  /// to move them would be to wait for them.
   __device__ __forceinline__ void multiply_tile(float (&sums)[2][64], const Work& work,
                                                 const RowScales& of_rows) {
     const float* const of_weights[2] = {weight_scales(work, 0), weight_scales(work, 1)};
@@ -98,32 +107,43 @@ class Fp8Multiplier {
         to.row[i] = kGated ? __ldg(from) : *from;
       }
     };
+    const auto multiplied = [](const StepScales& of, float(&scale)[2][2]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scale[i / 2][i % 2] = of.half[i / 2] * of.row[i % 2];
+    };
     // In the second product only behind what writes the scales.
     if (!kGated) ptx::wait_for_previous_kernel();
     StepScales even, odd;
     fetch(even, 0);
+    fetch(odd, 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[half][i] = 0;
     }
-    const auto multiply = [&](const StepScales& scales, StepScales& of_next, int next) {
-      float scale[2][2];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scale[i / 2][i % 2] = scales.half[i / 2] * scales.row[i % 2];
-      fetch(of_next, next);
-      ptx::mbarrier_wait(context_.full(cursor_), cursor_.phase);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float part[64];
-        multiply_step(part, half);
-        if (half == 1) release(cursor_);
-#pragma unroll
-        for (int i = 0; i < 64; ++i) {
-          sums[half][i] = fmaf(part[i], scale[half][i / 2 % 2], sums[half][i]);
-        }
-      }
+    ptx::mbarrier_wait(context_.full(cursor_), cursor_.phase);
+    if (group_ == 1) ptx::wait_cycles(kBehind);
+    float scale[2][2];
+    multiplied(even, scale);
+    // `of_next`: the scales of the next step, whose place takes those of the one behind `of`.
+    const auto multiply = [&](StepScales& of, const StepScales& of_next, int next) {
+      fetch(of, next + 1);
+      float part[64];
+      begin_products(part, 0);
+      add_part(part, sums[0], scale[0]);
+      begin_products(part, 1);
+      const Cursor now = cursor_;
       cursor_.advance();
+      float next_scale[2][2] = {};
+      if (next < context_.num_steps) {
+        ptx::mbarrier_wait(context_.full(cursor_), cursor_.phase);
+        multiplied(of_next, next_scale);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(next_scale[i / 2][i % 2]));
+      add_part(part, sums[1], scale[1], [&] { release(now); });
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scale[i / 2][i % 2] = next_scale[i / 2][i % 2];
     };
 #pragma unroll 1
     for (int step = 0; step < context_.num_steps; step += 2) {
@@ -132,22 +152,40 @@ class Fp8Multiplier {
     }
   }
 
-  /// 64 rows by 128 columns and 128 along the sums.
-  __device__ __forceinline__ void multiply_step(float (&part)[64], int half) const {
-    const std::uint64_t rows = ptx::wgmma_operand(
-        context_.rows_at(cursor_) + static_cast<std::uint32_t>(group_ * kHalfRows * 128));
-    const std::uint64_t weights = ptx::wgmma_plain_operand(
-        context_.weights_at(cursor_) + static_cast<std::uint32_t>(half) * Shape::kWeightsBytes / 2,
-        128 * coded::kGroupRows);
+  /// An operand so many 16 bytes further on: of an address in shared memory no carry comes out of
+  /// its field, so one addition of 32 bits does.
+  static __device__ __forceinline__ std::uint64_t moved(std::uint64_t operand, std::uint32_t by) {
+    return (operand & 0xFFFFFFFF00000000U) | (static_cast<std::uint32_t>(operand) + by);
+  }
+
+  /// Begins the products of 64 rows by 128 columns and 128 along the sum, of the stage at cursor_.
+  __device__ __forceinline__ void begin_products(float (&part)[64], int half) const {
+    const std::uint32_t stage = cursor_.stage * (Shape::kStageBytes >> 4);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      ptx::wgmma_e4m3(part, rows + 2 * k, weights + k * ptx::kPlainStep, k > 0);
+      ptx::wgmma_e4m3(part, moved(first_rows_, stage + 2 * k),
+                      moved(first_weights_, stage + half * (Shape::kWeightsBytes / 2 >> 4) +
+                                                k * static_cast<std::uint32_t>(ptx::kPlainStep)),
+                      k > 0);
     }
     ptx::wgmma_commit();
+  }
+
+  /// Waits for the products, calls done(), and adds them times the scales of the thread's two rows.
+  template <typename Done>
+  __device__ __forceinline__ void add_part(float (&part)[64], float (&sums)[64],
+                                           const float (&scale)[2], Done&& done) const {
     ptx::wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");
+    done();
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sums[i] = fmaf(part[i], scale[i / 2 % 2], sums[i]);
+  }
+  __device__ __forceinline__ void add_part(float (&part)[64], float (&sums)[64],
+                                           const float (&scale)[2]) const {
+    add_part(part, sums, scale, [] {});
   }
 
   /// In the first product one half is the gate's columns and the other the up ones.
@@ -235,6 +273,7 @@ class Fp8Multiplier {
   const Sm90Context<Shape>& context_;
   const Fp8Params& fp8_;
   std::int32_t group_;
+  std::uint64_t first_rows_, first_weights_;  // as operands, in the first stage
   typename Shape::Out staging_;
   Cursor cursor_;
 };
