@@ -12,7 +12,7 @@ it is in the answer, one line on stdout: {"median_us": {"ours", "sonicmoe", "den
 SWITCHYARD_LIBRARY naming the libswitchyard.so that is measured.
 """
 
-from peer_process import Programs, in_turns, needed, relative, require_same, serve, version_of
+from peer_process import Programs, in_turns, needed, relative, require_same, serve, tilt, version_of
 
 DENSE = 8192
 # Of the norm. SonicMoE rounds its logits to bf16, so that one token in a hundred goes to another last
@@ -32,17 +32,6 @@ class WithSonicmoe(Programs):
         self.swiglu = needed("sonicmoe.enums",
                              "sonicmoe.enums cannot be imported").ActivationType.SWIGLU
         self.version = version_of(sonicmoe, "sonic-moe")
-
-
-def tilt(torch, tokens, gate, exponent):
-    """Makes softmax's input of expert e larger by log 1 / (e + 1)^exponent: the first of the hidden
-    values is the same for all tokens and carries it. The rest varies as Gumbel noise does, with which
-    the largest K would be draws by that law."""
-    level = 8.0
-    gate *= torch.pi / 6**0.5
-    tokens[:, 0] = level
-    rank = torch.arange(1, gate.shape[0] + 1, device=gate.device)
-    gate[:, 0] = (-exponent / level) * rank.float().log()
 
 
 def made_up(torch, request):

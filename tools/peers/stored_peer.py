@@ -22,7 +22,7 @@ GPU, the peer, and switchyard with SWITCHYARD_LIBRARY naming the libswitchyard.s
 import math
 import sys
 
-from peer_process import Programs, in_turns, needed, relative, require_same, serve, version_of
+from peer_process import Programs, in_turns, needed, relative, require_same, serve, tilt, version_of
 
 COLD_BYTES = 1.2e9  # of weights in a graph: several times a cache
 MOST_DIFFERENCE = 0.05  # of the norm: roundings of the rows
@@ -246,6 +246,8 @@ def measure_fp8(programs, request):
     w2 = programs.weights(experts, hidden, inner, random)
     x = torch.randn(tokens, hidden, device="cuda", generator=random).bfloat16()
     gate = torch.randn(experts, hidden, device="cuda", generator=random) / hidden**0.5
+    if request.get("zipf", 0) > 0:
+        tilt(torch, x, gate, request["zipf"])
     layer = programs.switchyard.Layer(gate, w13[0], w2[0], w13_scales=w13[1], w2_scales=w2[1],
                                       weights="stored", compute="fp8", top_k=top_k,
                                       score="topk-softmax", device="cuda:0", max_tokens=tokens)
@@ -288,6 +290,7 @@ def measure_fp8(programs, request):
     medians = in_turns(graphs, request["rounds"], programs.sample)
     return {"median_us": medians, "ratio": medians[programs.name] / medians["ours"],
             "difference": difference, "experts_hit": int((counts > 0).sum()), "calls": 1,
+            "max_over_mean": (counts.max() * experts / counts.sum()).item(),
             "rounds": request["rounds"]}
 
 
