@@ -149,11 +149,28 @@ std::unique_ptr<bench::SonicmoePeer> sonicmoe_peer(const Options& options, const
   }
 }
 
+/// What a stored peer's layer has not, in words of the command line; empty: nothing.
+std::string not_of_stored_peers(const Options& options, const LayerCase& base) {
+  if (!options.suite.empty() && options.suite != "forward") return "--suite " + options.suite;
+  if (base.layout != "compact") return "--layout " + base.layout;
+  if (base.skew.starts_with("hot")) return "--skew " + base.skew;
+  if (!options.router.empty()) return "--router " + options.router;
+  if (identity_wanted(options)) return "--experts identity";
+  if (options.plain) return "--plain";
+  if (options.capacity_factor) return "--capacity-factor";
+  if (base.options.batch_invariant) return "--batch-invariant";
+  return {};
+}
+
 /// Null: nobody has asked for one.
 std::unique_ptr<bench::StoredPeer> stored_peer(const Options& options, const LayerCase& base) {
-  const auto named = std::find_if(options.peers.begin(), options.peers.end(),
-                                  [](const auto& name) { return bench::StoredPeer::names(name); });
-  if (named == options.peers.end()) return nullptr;
+  const auto is_stored = [](const std::string& name) { return bench::StoredPeer::names(name); };
+  const auto& peers = options.peers;
+  const auto named = std::find_if(peers.begin(), peers.end(), is_stored);
+  if (named == peers.end()) return nullptr;
+  if (std::count_if(peers.begin(), peers.end(), is_stored) > 1) {
+    throw UsageError("--peer: triton-mxfp4 and deepgemm are of other weights, want one of them");
+  }
   const WeightFormat format = bench::StoredPeer::format_of(*named);
   if (base.options.weights != format) {
     throw UsageError("--peer: {} multiplies weights as they are stored, want --weights {}", *named,
@@ -163,11 +180,9 @@ std::unique_ptr<bench::StoredPeer> stored_peer(const Options& options, const Lay
   if (format == WeightFormat::kE4M3 && !in_fp8) {
     throw UsageError("--peer: {} multiplies rows in e4m3, want --compute fp8", *named);
   }
-  if (base.layout != "compact" || base.skew.starts_with("hot") || !options.router.empty()) {
-    throw UsageError(
-        "--peer: {} runs a compact top-k layer of uniform or Zipf loads, want no other --layout, "
-        "--skew or --router",
-        *named);
+  if (const std::string word = not_of_stored_peers(options, base); !word.empty()) {
+    throw UsageError("--peer: {} is a gated top-k layer, compact and dropless, want no {}", *named,
+                     word);
   }
   if (base.num_ranks > 1) {
     throw UsageError("--peer: {} runs beside one rank, want --ranks 1", *named);
