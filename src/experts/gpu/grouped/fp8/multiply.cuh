@@ -125,7 +125,8 @@ class Fp8Multiplier {
     if (group_ == 1) ptx::wait_cycles(kBehind);
     float scale[2][2];
     multiplied(even, scale);
-    // `of_next`: the scales of the next step, whose place takes those of the one behind `of`.
+    // `of`: this step's scales, which are multiplied already; those of the step after next take
+    // their place. `of_next`: the next step's.
     const auto multiply = [&](StepScales& of, const StepScales& of_next, int next) {
       fetch(of, next + 1);
       float part[64];
