@@ -24,9 +24,7 @@ struct StoredPeer::State {
 StoredPeer::StoredPeer(std::string name) : state_(std::make_unique<State>(std::move(name))) {}
 StoredPeer::~StoredPeer() = default;
 
-bool StoredPeer::names(std::string_view name) {
-  return name == "triton-mxfp4" || name == "deepgemm";
-}
+bool StoredPeer::has(std::string_view name) { return name == "triton-mxfp4" || name == "deepgemm"; }
 
 WeightFormat StoredPeer::format_of(std::string_view name) {
   return name == "deepgemm" ? WeightFormat::kE4M3 : WeightFormat::kMxfp4;

@@ -26,9 +26,10 @@ class StoredPeer {
   /// @throws Error{kTimeout}, {kIo}: the process does not answer, or is gone.
   void measure(const LayerCase& c, CaseResult& result);
 
-  /// What a peer's weights are stored in. @pre names(name).
-  static WeightFormat format_of(std::string_view name);
-  [[nodiscard]] static bool names(std::string_view name);
+  /// Whether a peer of this class is called so.
+  [[nodiscard]] static bool has(std::string_view name);
+  /// What its weights are stored in. @pre has(name).
+  [[nodiscard]] static WeightFormat format_of(std::string_view name);
 
  private:
   struct State;

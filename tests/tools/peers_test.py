@@ -10,6 +10,11 @@ import sys
 import tempfile
 import unittest
 
+try:
+    import torch
+except ImportError:
+    torch = None
+
 sys.dont_write_bytecode = True
 PEERS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "tools", "peers")
 
@@ -251,6 +256,32 @@ class Peers(unittest.TestCase):
         hello, answer = self.ask("stored_peer.py", REQUEST | {"activation": "gelu"}, word="deepgemm")
         self.assertEqual(hello, {"version": "1", "device": "stand-in"})
         self.assertEqual(answer, {"error": "ValueError: want the activation silu, not gelu"})
+
+    @unittest.skipUnless(torch, "no torch")
+    def test_a_made_up_routing_has_distinct_experts_and_favours_the_first_ones(self):
+        self.imported()
+        import stored_peer
+        even, tilted = (stored_peer.routing(torch, {"T": 400, "E": 16, "K": 4, "zipf": zipf},
+                                            torch.Generator().manual_seed(3)) for zipf in (0, 2))
+        for ids, weight in even, tilted:
+            self.assertTrue(all(len(set(row)) == 4 for row in ids.tolist()))
+            torch.testing.assert_close(weight.sum(1), torch.ones(400))
+        counts = [stored_peer.by_expert(torch, ids, 16)[1].tolist() for ids, _ in (even, tilted)]
+        self.assertGreater(min(counts[0]), 60)  # 100 in the mean
+        self.assertGreater(counts[1][0], 4 * counts[1][8])
+
+    @unittest.skipUnless(torch, "no torch")
+    def test_an_experts_rows_begin_at_a_multiple_for_deepgemm(self):
+        self.imported()
+        import stored_peer
+        ids = torch.tensor([[2, 0], [2, 3], [0, 2]])
+        order, counts = stored_peer.by_expert(torch, ids, 4)
+        of = ids.flatten()[order]
+        place, owner = stored_peer.rows_of_experts(torch, order, counts, of)
+        self.assertEqual(place.tolist(), [0, 1, 128, 129, 130, 256])
+        self.assertEqual(owner[place].tolist(), of.tolist())
+        self.assertEqual((owner >= 0).sum().item(), 6)
+        self.assertEqual(owner.numel(), 384)
 
     def timed(self, us, works, difference=0.01):
         import stored_peer

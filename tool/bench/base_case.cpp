@@ -84,7 +84,7 @@ LayerCase base_case(const Options& options, const World& world) {
   c.skew = options.skew;
   c.seed = static_cast<std::uint64_t>(options.seed);
   for (const std::string& peer : options.peers) {
-    const bool is_stored = bench::StoredPeer::names(peer);
+    const bool is_stored = bench::StoredPeer::has(peer);
     if (peer != "onednn" && peer != "torch" && peer != "sonicmoe" && !is_stored) {
       throw UsageError(
           "--peer: '{}' is none of layers, want onednn, torch, sonicmoe, triton-mxfp4 or deepgemm",

@@ -164,7 +164,7 @@ std::string not_of_stored_peers(const Options& options, const LayerCase& base) {
 
 /// Null: nobody has asked for one.
 std::unique_ptr<bench::StoredPeer> stored_peer(const Options& options, const LayerCase& base) {
-  const auto is_stored = [](const std::string& name) { return bench::StoredPeer::names(name); };
+  const auto is_stored = [](const std::string& name) { return bench::StoredPeer::has(name); };
   const auto& peers = options.peers;
   const auto named = std::find_if(peers.begin(), peers.end(), is_stored);
   if (named == peers.end()) return nullptr;

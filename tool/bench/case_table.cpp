@@ -71,7 +71,7 @@ void print_python_peer(const bench::CaseResult& result, const char* name) {
   const auto version = peer.at("version").get<std::string>();
   if (peer.contains("error")) {
     fmt::print("peer {} {}: {}\n", name, version, peer.at("error").get<std::string>());
-  } else if (bench::StoredPeer::names(name)) {
+  } else if (bench::StoredPeer::has(name)) {
     const nlohmann::json& us = peer.at("median_us");
     fmt::print("{} {}: {}, ours {}, in turns in one process: {:.3f}x\n", name, version,
                human_time(us.at(name)), human_time(us.at("ours")), peer.at("ratio").get<double>());

@@ -21,9 +21,9 @@ import math
 import sys
 
 from peer_process import NoPeer, in_turns, relative
-from stored_peer import BLOCK, DeepGemm
+from stored_peer import DeepGemm
 
-# Name, experts, rows of each, depth, columns.
+# Name, experts, rows of each (DeepGEMM wants multiples of 128), depth, columns (multiples of 8).
 SHAPES = (("V3 w13", 32, 1024, 7168, 4096), ("V3 w2", 32, 1024, 2048, 7168),
           ("Mixtral w13", 8, 2048, 4096, 28672), ("Qwen3 w13", 128, 512, 2048, 1536),
           ("Qwen3 w2", 128, 512, 768, 2048), ("E32 K1024", 32, 1024, 1024, 8192))
@@ -74,9 +74,6 @@ def works_of(programs, product, shape, random):
     _, experts, each, depth, columns = shape
     (x, x_scales), (w, w_scales) = made_up(programs, shape, random)
     rows = experts * each
-    whole = x.shape == (rows, depth) and depth % BLOCK == 0 and columns % 8 == 0
-    if not whole:
-        raise ValueError(f"{shape}: whole blocks are wanted")
     outs = [torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     begin = torch.arange(0, rows + 1, each, device="cuda", dtype=torch.int32)
     counts = torch.full((experts,), each, device="cuda", dtype=torch.int32)
@@ -141,7 +138,7 @@ def main():
             programs.torch.cuda.empty_cache()
     mean = math.prod(values) ** (1 / len(values))
     print(json.dumps({"stage": "fp8 product beside DeepGEMM", "case": {"shape": "mean of all", "dtype": "e4m3"},
-                      "median_us": 0, "bar": "Q1", "value": round(mean, 3), "target": MEAN,
+                      "bar": "Q1", "value": round(mean, 3), "target": MEAN,
                       "holds": mean >= MEAN}), flush=True)
 
 

@@ -22,7 +22,7 @@ GPU, the peer, and switchyard with SWITCHYARD_LIBRARY naming the libswitchyard.s
 import math
 import sys
 
-from peer_process import Programs, in_turns, needed, relative, require_same, serve, tilt, version_of
+from peer_process import NoPeer, Programs, in_turns, needed, relative, require_same, serve, tilt, version_of
 
 COLD_BYTES = 1.2e9  # of weights in a graph: several times a cache
 MOST_DIFFERENCE = 0.05  # of the norm: roundings of the rows
@@ -35,11 +35,11 @@ def routing(torch, request, random):
     """K distinct experts a token [T,K] in int32, drawn by 1 / (e + 1)^zipf, and weights that sum to
     one."""
     experts = request["E"]
-    rank = torch.arange(1, experts + 1, device="cuda").float()
-    even = torch.rand(request["T"], experts, device="cuda", generator=random).clamp_min(1e-9)
+    rank = torch.arange(1, experts + 1, device=random.device).float()
+    even = torch.rand(request["T"], experts, device=random.device, generator=random).clamp_min(1e-9)
     noise = -torch.log((-torch.log(even)).clamp_min(1e-9))  # Gumbel's
     ids = (noise - request.get("zipf", 0) * rank.log()).topk(request["K"], dim=1).indices.int()
-    weight = torch.rand(ids.shape, device="cuda", generator=random) + 0.1
+    weight = torch.rand(ids.shape, device=random.device, generator=random) + 0.1
     return ids, weight / weight.sum(1, keepdim=True)
 
 
@@ -126,6 +126,7 @@ def random_mxfp4(torch, request, rows, cols, random):
 
 
 def measure_mxfp4(programs, request):
+    """The answer of triton-mxfp4."""
     torch = programs.torch
     if request["activation"] != "clamped_swiglu":
         raise ValueError(f"triton_kernels fuses gpt-oss' activation, want clamped_swiglu, not "
@@ -198,7 +199,7 @@ class DeepGemm(Programs):
             package, "get_mn_major_tma_aligned_tensor", None)
         self.product = getattr(package, "m_grouped_fp8_gemm_nt_contiguous", None)
         if self.scales_laid is None or self.product is None:
-            needed("deep_gemm.m_grouped_fp8_gemm_nt_contiguous", why)
+            raise NoPeer(why)
         self.version = version_of(package, self.distribution)
 
     def rows(self, values):
@@ -236,7 +237,19 @@ def plain_layer(torch, x, ids, weight, w13, w2):
     return out
 
 
+def rows_of_experts(torch, order, counts, sorted_ids):
+    """Where DeepGEMM has the choices in the order of their experts, and whose each of its rows is: an
+    expert's begin at a multiple of ROWS_ALIGNED, those behind them are nobody's (-1)."""
+    room = (counts + ROWS_ALIGNED - 1) // ROWS_ALIGNED * ROWS_ALIGNED
+    shift = (room - counts).cumsum(0) - (room - counts)
+    place = torch.arange(order.numel(), device=order.device) + shift[sorted_ids]
+    owner = torch.full((int(room.sum()),), -1, device=order.device, dtype=torch.int32)
+    owner[place] = sorted_ids.int()
+    return place, owner
+
+
 def measure_fp8(programs, request):
+    """The answer of deepgemm."""
     torch = programs.torch
     if request["activation"] != "silu":
         raise ValueError(f"want the activation silu, not {request['activation']}")
@@ -259,14 +272,8 @@ def measure_fp8(programs, request):
     difference = relative(out[few], plain_layer(torch, x[few], ids[few], torch.softmax(top, -1)[few],
                                                 w13, w2))
     require_same(difference, 2 * MOST_DIFFERENCE)  # rows and the intermediate become e4m3
-    # Theirs: an expert's rows begin at a multiple, those behind them belong to nobody.
-    room = (counts + ROWS_ALIGNED - 1) // ROWS_ALIGNED * ROWS_ALIGNED
-    begin = room.cumsum(0) - room
     sorted_ids = ids.flatten()[order]
-    place = begin[sorted_ids] + torch.arange(order.numel(), device="cuda") - (
-        counts.cumsum(0) - counts)[sorted_ids]
-    owner = torch.full((int(room.sum()),), -1, device="cuda", dtype=torch.int32)
-    owner[place] = sorted_ids.int()
+    place, owner = rows_of_experts(torch, order, counts, sorted_ids)
     spread = torch.zeros(owner.numel(), hidden, device="cuda", dtype=torch.bfloat16)
     spread[place] = x[order // top_k]
     rows = programs.rows(spread)

@@ -108,9 +108,8 @@ double overhead(const StreamingKernelShape& shape, const StreamingProblem& p, do
   return (1.0 + share * rows_per_hit / weight_rows + compute) * (1.0 + 64.0 / run);
 }
 
-// Of 64 columns a block, from which one block takes an SM where weights are codes. With an old plan
-// weights come while the kernel before still multiplies, and two kernels beside each other pay for
-// longer; of e4m3 a new plan was not measured.
+// Items of 64 columns a block, from which a block takes a whole SM where weights are codes: fewer
+// where the plan is new, and no weights can come before it. (Measured of MXFP4 only.)
 double least_items_of_codes(const StreamingProblem& p) {
   return p.format == WeightFormat::kMxfp4 && !p.plan_is_older ? 0.5 : 4.5;
 }
