@@ -11,6 +11,7 @@
 // with the sums' index across memory lies in shared memory as it lies in memory, 64 rows by 64
 // values a box, and wgmma turns it by its descriptor: nothing is transposed.
 
+#include "core/gpu/register_pool.hpp"
 #include "core/gpu/swizzle.hpp"
 #include "core/gpu/wgmma.cuh"
 #include "experts/gpu/backward/chunks.cuh"
@@ -44,7 +45,9 @@ struct Roles {
 constexpr int kLoadRegisters = 72;
 constexpr int kStoreRegisters = 120;
 constexpr int kMultiplyRegisters = 160;
-static_assert((kLoadRegisters + kStoreRegisters + 2 * kMultiplyRegisters) * 128 <= 65536);
+// Of the roles that share them, which have 512 threads.
+static_assert((kLoadRegisters + kStoreRegisters + 2 * kMultiplyRegisters) * 128 <=
+              launch_registers(512));
 
 constexpr int kTileM = 128;
 constexpr int kTileN = 256;

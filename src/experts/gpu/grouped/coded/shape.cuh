@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/gpu/ptx.cuh"
+#include "core/gpu/register_pool.hpp"
 #include "experts/gpu/activation_params.hpp"
 #include "experts/gpu/coded/layout.hpp"
 #include "experts/gpu/stage_cursor.cuh"
@@ -50,13 +51,10 @@ struct CodedShape {
   static constexpr int kRowsWarp = kMultiplyWarps + 1;  // or the one that fences for gathered rows
   static constexpr int kGatherWarp = kMultiplyWarps + 2;  // and the next
   static constexpr int kGatherers = 2;
-  // A warpgroup that raises its registers waits until the block has as many left: those that it was
-  // launched with, the most that kThreads may have of an SM's 65536, in steps of 8.
-  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kMultiplyRegisters = kMultipliers == 2 ? 232 : kOrdered ? 112 : 104;
   static constexpr int kLoadRegisters = kMultipliers == 2 ? 40 : kOrdered ? 32 : 64;
   static_assert(32 * kMultiplyWarps * kMultiplyRegisters + 128 * kLoadRegisters <=
-                kThreads * kLaunchRegisters);
+                launch_registers(kThreads));
 
   /// Groups of 8 weight rows of an item: gated, as many of the gate as of up.
   static constexpr int kGroups = 2 * kMultiplyWarps;

@@ -11,6 +11,7 @@
 // each. The tensor cores truncate as they add: their sums are of 32 values only, the rest is added
 // outside.
 
+#include "core/gpu/register_pool.hpp"
 #include "core/gpu/wgmma_tf32.cuh"
 #include "experts/gpu/grouped/epilogue.cuh"
 #include "experts/gpu/grouped/scheduler.cuh"
@@ -40,7 +41,7 @@ constexpr int kUnitsAt = kRawAt + kRawStages * kTermBytes;
 constexpr int kBarriersAt = kUnitsAt + kUnitSlots * 16;
 constexpr int kSharedBytes = kBarriersAt + (2 * kWeightStages + 2 * kTokenStages + kUnitSlots) * 8;
 static_assert(kSharedBytes <= 232448, "more shared memory than a CTA can have");
-static_assert((kSplitRegisters + 2 * kMultiplyRegisters) * 128 <= 65536);
+static_assert((kSplitRegisters + 2 * kMultiplyRegisters) * 128 <= launch_registers(kThreads));
 
 struct Params {
   ScheduleParams schedule;

@@ -2,6 +2,7 @@
 
 // Sizes of the grouped product of e4m3 on Hopper, and what it is told beside the 16-bit one.
 
+#include "core/gpu/register_pool.hpp"
 #include "experts/gpu/grouped/sm90/gemm.cuh"
 
 namespace switchyard {
@@ -38,7 +39,7 @@ struct Fp8Shape {
   static constexpr int kEmptyArrivals = 2 * 8;
 
   static_assert(kSharedBytes <= 232448, "more shared memory than a CTA can have");
-  static_assert((kLoadRegisters + 2 * kMultiplyRegisters) * 128 <= 65536);
+  static_assert((kLoadRegisters + 2 * kMultiplyRegisters) * 128 <= launch_registers(kThreads));
 };
 
 /// What the 16-bit product's parameters do not have.

@@ -10,6 +10,7 @@
 // turn, so that one's epilogue hides behind the other's products. Sums run over ascending k in
 // steps of 16, whatever the tile.
 
+#include "core/gpu/register_pool.hpp"
 #include "core/gpu/swizzle.hpp"
 #include "core/gpu/wgmma.cuh"
 #include "experts/gpu/grouped/sm90/ring.cuh"
@@ -68,7 +69,7 @@ struct Sm90Shape {
                             TallTile<T>::kBoxes == kOutColumns / kBoxColumns));
   static_assert(kStageBytes % 1024 == 0 && kWeightsBytes / 2 % 1024 == 0,
                 "the swizzle repeats every 1024 bytes");
-  static_assert((kLoadRegisters + 2 * kMultiplyRegisters) * 128 <= 65536);
+  static_assert((kLoadRegisters + 2 * kMultiplyRegisters) * 128 <= launch_registers(kThreads));
 };
 
 struct Sm90Params {
