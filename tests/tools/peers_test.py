@@ -244,6 +244,32 @@ class Peers(unittest.TestCase):
             (hello,) = self.ask("stored_peer.py", word=word)
             self.assertRegex(hello["error"], f"^{module} cannot be imported: No module named")
 
+    @unittest.skipUnless(torch, "no torch")
+    def test_torch_on_a_cpu_times_a_layer_and_refuses_what_it_has_not(self):
+        tensors = {"tokens": torch.randn(6, 8), "gate": torch.randn(4, 8),
+                   "expert": torch.randint(0, 4, (6, 2), dtype=torch.int32), "weight": torch.rand(6, 2)}
+        header, data = {}, b""
+        for name, tensor in tensors.items():
+            raw = tensor.numpy().tobytes()
+            header[name] = {"dtype": "I32" if tensor.dtype == torch.int32 else "F32",
+                            "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+            data += raw
+        words = json.dumps(header).encode()
+        path = os.path.join(self.d, "inputs.safetensors")
+        with open(path, "wb") as file:
+            file.write(len(words).to_bytes(8, "little") + words + data)
+        request = {"work": "layer", "file": path, "E": 4, "K": 2, "H": 8, "I": 16, "seed": 1, "gated": True,
+                   "activation": "silu"}
+        hello, layer, select, unknown, none = self.ask(
+            "torch_peer.py", request, request | {"work": "select"}, request | {"activation": "tanh"},
+            request | {"file": path + ".none"}, word="cpu")
+        self.assertEqual(hello, {"version": torch.__version__, "device": "cpu"})
+        self.assertEqual(set(layer["median_us"]), {"experts+combine", "layer"})
+        self.assertGreater(layer["median_us"]["layer"], 0)
+        self.assertEqual((set(select["median_us"]), select["eager"]), ({"select", "router_gemm"}, ""))
+        self.assertEqual(unknown, {"error": "no peer for the activation tanh"})
+        self.assertRegex(none["error"], "^FileNotFoundError: ")
+
     def test_a_stored_peer_that_has_another_activation_says_so(self):
         self.stand_ins()
         self.write("deep_gemm/__init__.py", "m_grouped_fp8_gemm_nt_contiguous = None\n__version__ = '1'")

@@ -1,9 +1,9 @@
-"""What the peers of `bench --peer` have in common that are measured in turns with this library in one
-Python process. The tool starts them by `python3 -c`, this file's text in front of theirs.
+"""What the peers of `bench --peer` have in common. The tool starts them by `python3 -c`, this file's
+text in front of theirs.
 
 A ratio to another program holds for one process on one card only: clocks follow the power drawn, and
-a launch costs one program more than another. So both run here, on the same data, each in a CUDA graph
-of its own, in turns with each other, the L2 cache flushed before each.
+a launch costs one program more than another. So most run here beside this library, on the same data,
+each in a CUDA graph of its own, in turns with each other, the L2 cache flushed before each.
 """
 
 import gc
@@ -36,26 +36,21 @@ def version_of(module, distribution):
         return str(getattr(module, "__version__", "unknown"))
 
 
-class Programs:
-    """torch with a GPU and this library; a peer adds its own modules, and `version`."""
+def torch_for(device):
+    torch = needed("torch", "torch cannot be imported")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise NoPeer(f"torch {torch.__version__} of {sys.executable} sees no GPU")
+    return torch
 
-    version = "unknown"
-    wants_switchyard = True
 
-    def __init__(self):
-        self.torch = needed("torch", "torch cannot be imported")
-        if not self.torch.cuda.is_available():
-            raise NoPeer(f"torch {self.torch.__version__} of {sys.executable} sees no GPU")
-        self.find_peer()
-        if self.wants_switchyard:
-            self.switchyard = needed("switchyard", "switchyard cannot be imported, for PYTHONPATH "
-                                                   "has not its folder python or SWITCHYARD_LIBRARY "
-                                                   "does not name libswitchyard.so")
-        cache = getattr(self.torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 << 20
-        self.flushed = self.torch.empty(2 * cache, dtype=self.torch.uint8, device="cuda")
+class Gpu:
+    """Graphs and times of a GPU."""
 
-    def find_peer(self):
-        """Imports the peer. Raises NoPeer."""
+    def __init__(self, torch):
+        self.torch = torch
+        self.device = torch.cuda.get_device_name(0)
+        cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 << 20
+        self.flushed = torch.empty(2 * cache, dtype=torch.uint8, device="cuda")
 
     def captured(self, work):
         """The work as a graph, warmed up before on a stream of its own."""
@@ -81,6 +76,25 @@ class Programs:
         end.record()
         end.synchronize()
         return 1e3 * begin.elapsed_time(end)
+
+
+class Programs(Gpu):
+    """torch with a GPU and this library; a peer adds its own modules, and `version`."""
+
+    version = "unknown"
+    wants_switchyard = True
+
+    def __init__(self):
+        self.torch = torch_for("cuda")
+        self.find_peer()
+        if self.wants_switchyard:
+            self.switchyard = needed("switchyard", "switchyard cannot be imported, for PYTHONPATH "
+                                                   "has not its folder python or SWITCHYARD_LIBRARY "
+                                                   "does not name libswitchyard.so")
+        super().__init__(self.torch)
+
+    def find_peer(self):
+        """Imports the peer. Raises NoPeer."""
 
 
 def in_turns(works, rounds, sample):
@@ -122,6 +136,8 @@ def answer(programs, measure, request):
     try:
         with programs.torch.no_grad():
             return measure(programs, request)
+    except NoPeer as error:
+        return {"error": str(error)}
     except Exception as error:  # whatever goes wrong in it, the tool goes on with the next shape
         traceback.print_exc()
         words = str(error).strip().splitlines()
@@ -133,7 +149,8 @@ def answer(programs, measure, request):
 
 def serve(make_programs, measure):
     """Answers requests, a line of JSON on stdin each, on stdout; first what the peer is, {"version",
-    "device"}, or {"error": why it cannot be had}."""
+    "device"}, or {"error": why it cannot be had}. make_programs() gives who has these two, `torch`,
+    and what measure(programs, request) wants beside."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who has started this closes stdin
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print is no answer
@@ -147,6 +164,6 @@ def serve(make_programs, measure):
     except NoPeer as error:
         say({"error": str(error)})
         return
-    say({"version": programs.version, "device": programs.torch.cuda.get_device_name(0)})
+    say({"version": programs.version, "device": programs.device})
     for line in sys.stdin:
         say(answer(programs, measure, json.loads(line)))

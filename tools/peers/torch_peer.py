@@ -9,12 +9,12 @@ what can be captured in a graph is replayed as one, as ours is; on a CPU there i
 """
 
 import json
-import os
-import signal
 import statistics
 import struct
 import sys
 import time
+
+from peer_process import Gpu, NoPeer, serve, torch_for
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}
 MOST_SAMPLES = 60
@@ -39,15 +39,17 @@ def read_tensors(path, device):
 
 
 class Clock:
-    """Medians in microseconds."""
+    """Medians in microseconds, on a GPU or a CPU."""
 
-    def __init__(self, device):
-        self.on_gpu = device == "cuda"
+    def __init__(self, place):
+        global torch
+        torch = self.torch = torch_for(place)
+        self.version = torch.__version__
+        self.place = place
+        self.on_gpu = place == "cuda"
+        self.gpu = Gpu(torch) if self.on_gpu else None
+        self.device = self.gpu.device if self.on_gpu else "cpu"
         self.eager = ""  # why something could not be captured
-        if self.on_gpu:
-            properties = torch.cuda.get_device_properties(0)
-            cache = getattr(properties, "L2_cache_size", 0) or 64 << 20
-            self.flushed = torch.empty(2 * cache, dtype=torch.uint8, device="cuda")
 
     def median(self, work, graph=True):
         work = self.captured(work) if self.on_gpu and graph else work
@@ -57,35 +59,19 @@ class Clock:
         return statistics.median(self.sample(work) for _ in range(count))
 
     def captured(self, work):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                work()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
         try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                work()
+            return self.gpu.captured(work)
         except RuntimeError as error:  # an operation that waits for the device
             self.eager = f"not captured: {' '.join(str(error).split())[:80]}"
             torch.cuda.synchronize()
             return work
-        return graph.replay
 
     def sample(self, work):
-        if not self.on_gpu:
-            begin = time.perf_counter()
-            work()
-            return 1e6 * (time.perf_counter() - begin)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flushed.fill_(1)
-        begin.record()
+        if self.on_gpu:
+            return self.gpu.sample(work)
+        begin = time.perf_counter()
         work()
-        end.record()
-        end.synchronize()
-        return 1e3 * begin.elapsed_time(end)
+        return 1e6 * (time.perf_counter() - begin)
 
 
 class Routed:
@@ -156,7 +142,7 @@ def activation(request):
            "relu": torch.relu, "relu2": lambda g: torch.relu(g).square(),
            "identity": lambda g: g}
     if request["activation"] not in act:
-        raise RuntimeError(f"no peer for the activation {request['activation']}")
+        raise NoPeer(f"no peer for the activation {request['activation']}")
     act = act[request["activation"]]
     inner = request["I"]
     if request["gated"]:
@@ -249,46 +235,12 @@ def time_naive(clock, request, inputs):
 WORKS = {"select": time_select, "pack": time_pack, "layer": time_layer, "naive": time_naive}
 
 
-def answer(request, clock, device):
+def measure(clock, request):
     torch.manual_seed(request["seed"])
-    try:
-        clock.eager = ""
-        inputs = read_tensors(request["file"], device)
-        medians = WORKS[request["work"]](clock, request, inputs)
-        return {"median_us": medians, "eager": clock.eager}
-    except (RuntimeError, KeyError, ValueError, OSError) as error:
-        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-    finally:
-        if device == "cuda":
-            torch.cuda.empty_cache()
-
-
-def main():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who has started this closes stdin
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print is no answer
-
-    def say(value):
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
-    device = sys.argv[1] if len(sys.argv) > 1 else "cuda"
-    try:
-        global torch
-        import torch
-    except ImportError as error:
-        say({"error": f"{' '.join(str(error).split())} (python3 is {sys.executable})"})
-        return
-    if device == "cuda" and not torch.cuda.is_available():
-        say({"error": f"torch {torch.__version__} of {sys.executable} sees no GPU"})
-        return
-    torch.set_grad_enabled(False)
-    clock = Clock(device)
-    say({"version": torch.__version__,
-         "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu"})
-    for line in sys.stdin:
-        say(answer(json.loads(line), clock, device))
+    clock.eager = ""
+    inputs = read_tensors(request["file"], clock.place)
+    return {"median_us": WORKS[request["work"]](clock, request, inputs), "eager": clock.eager}
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda: Clock(sys.argv[1] if len(sys.argv) > 1 else "cuda"), measure)
