@@ -66,6 +66,8 @@ constexpr StreamingCase kCases[] = {
     {"Q4", kBF, 32, 7168, 2048, 8, 32, 0, 1.06, WeightFormat::kE4M3},
     {"Q4", kBF, 32, 7168, 2048, 8, 128, 0, 0, WeightFormat::kE4M3},
     {"Q4", kBF, 32, 7168, 2048, 8, 256, 0, 0, WeightFormat::kE4M3},
+    {"Q4-small", kBF, 128, 2048, 768, 8, 1, 0, 0, WeightFormat::kE4M3},
+    {"Q4-small", kBF, 128, 2048, 768, 8, 8, 0, 0, WeightFormat::kE4M3},
     {"Q4-fp8", kBF, 32, 7168, 2048, 8, 32, 0, 0, WeightFormat::kE4M3, true},
     {"Q4-fp8", kBF, 32, 7168, 2048, 8, 64, 0, 0, WeightFormat::kE4M3, true},
     {"Q4-fp8", kBF, 32, 7168, 2048, 8, 128, 0, 1.10, WeightFormat::kE4M3, true},

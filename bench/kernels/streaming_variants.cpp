@@ -136,6 +136,14 @@ std::vector<StreamingVariant> coded_variants(bool streams) {
   };
   for (const int count : {1, 2, 4, 8}) tiles("up", &StreamingProblem::up_tiles, count);
   for (const int count : {1, 2, 4}) tiles("down", &StreamingProblem::down_tiles, count);
+  for (const int count : {2, 4}) {
+    variants.push_back({fmt::format("plan new, up {}t", count),
+                        [count](StreamingParams& params, StreamingShape& shape) {
+                          params.plan_is_older = false;
+                          params.up_tiles = count;
+                          shape = choose_streaming(params, streaming_chip());
+                        }});
+  }
   // Each kernel alone.
   const auto alone = [&](const char* name, StreamingKernelShape StreamingShape::*other) {
     variants.push_back({name, [other](StreamingParams&, StreamingShape& shape) {
