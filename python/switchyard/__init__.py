@@ -14,6 +14,7 @@ from ._mixing import soft_moe
 from ._perft import Perft
 from ._ranks import Communicator
 from ._router import Assignment, Router, update_selection_bias, update_thresholds
+from ._scratch import Scratch
 from ._stages import Experts, experts, route, route_check
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Layer",
     "Perft",
     "Router",
+    "Scratch",
     "SwitchyardError",
     "experts",
     "losses",

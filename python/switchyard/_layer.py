@@ -71,6 +71,8 @@ class Layer(LayerCalls):
     identity_experts=Z: the gate has Z rows more, of experts that return their input (LongCat-Flash). With
     weight_on_input=True (Llama 4) a token's weight multiplies what its one expert takes.
 
+    scratch=Scratch("cuda:0") is memory that other layers use too, so that a model's layers take it once.
+
     losses={"balance": 0.01, "z": 0.001, ...}, of a trainable layer: coefficients of the router's auxiliary
     losses (docs/metrics.md), with scope, share, sequence_length, devices and devices_per_token where they are
     not the defaults. Their values are losses(), their gradients come with those of the result, times the
@@ -157,7 +159,7 @@ class Layer(LayerCalls):
             identity_experts=integer("identity_experts", identity_experts), weight_on_input=int(bool(weight_on_input)),
             **{name: pointer(view) for name, view in v.items()})
         self._make(comm, lambda handle, communicator: native.layer_from_arrays(
-            byref(arrays), byref(layer_options(**options)), communicator, handle), in_place)
+            byref(arrays), byref(layer_options(**options)), communicator, handle), in_place, options.get("scratch"))
 
     @classmethod
     def from_checkpoint(cls, path, layer=0, comm=None, **options):
@@ -171,10 +173,10 @@ class Layer(LayerCalls):
         options["losses"] = _layer_losses.config_of(options.get("losses"), False)
         self._router = options.get("router")
         self._make(comm, lambda handle, communicator: native.layer_from_checkpoint(
-            path, layer, byref(layer_options(**options)), communicator, handle), {})
+            path, layer, byref(layer_options(**options)), communicator, handle), {}, options.get("scratch"))
         return self
 
-    def _make(self, comm, create, in_place):
+    def _make(self, comm, create, in_place, scratch):
         communicator_of(comm)
         self._comm = comm  # outlives the handle
         self._in_place = {name: tensor for name, tensor in in_place.items() if tensor is not None}
@@ -187,7 +189,7 @@ class Layer(LayerCalls):
         self._num_experts = native.layer_num_experts(self._handle.pointer)
         self._native_forward = native.layer_forward
         self._native_saving = native.layer_forward_saved
-        self._order = CurrentStream()
+        self._order = CurrentStream() if scratch is None else scratch._order
         self._number = _compiled.number_of(self)
         self._is_plain = comm is None and self._router is None and self._parameters is None
 

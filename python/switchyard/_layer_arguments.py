@@ -9,6 +9,7 @@ from ._arguments import as_f32
 from ._errors import SwitchyardError, invalid
 from ._native import choose, initialised, names_of
 from ._ranks import communicator_of
+from ._scratch import handle_of
 from ._structs import LayerOptions
 from ._tensors import CUDA, current_device, device_of, dtype_code, dtype_name, threads_of_cpu
 
@@ -17,7 +18,7 @@ def layer_options(device="cpu", compute=None, layout="compact", alignment=1, cap
                   drop_policy="token", combine_wire="f32", batch_invariant=False,
                   rank_invariant=False, max_tokens=0, num_threads=None, dispatch_wire=None,
                   device_engine="auto", weights="exact", shared=True, wire=None, router=None,
-                  losses=None, **unknown):
+                  losses=None, scratch=None, **unknown):
     """The struct of a layer's options."""
     for name in unknown:
         known = [word for word in signature(layer_options).parameters if word not in ("wire", "unknown")]
@@ -46,6 +47,7 @@ def layer_options(device="cpu", compute=None, layout="compact", alignment=1, cap
         router.fill(options)
     if losses is not None:
         options.losses = pointer(losses)
+    options.scratch = handle_of(scratch)
     return options
 
 

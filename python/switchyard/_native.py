@@ -45,6 +45,8 @@ _SIGNATURES = {
     "sy_experts_run": (None, [_HANDLE] + 4 * [_TENSOR] + [c_void_p]),
     "sy_experts_check": (None, [_HANDLE]),
     "sy_experts_read_expert": (None, [_HANDLE, c_int32] + 4 * [_TENSOR]),
+    "sy_scratch_create": (None, [c_int32, POINTER(_HANDLE)]),
+    "sy_scratch_free": ("void", [_HANDLE]),
     "sy_saved_create": (None, [c_int32, POINTER(_HANDLE)]),
     "sy_saved_free": ("void", [_HANDLE]),
     "sy_saved_ready": (c_int32, [_HANDLE]),

@@ -235,6 +235,7 @@ class LayerOptions(Sized):
         ("leave_out_shared", c_int32),
         ("router", c_char_p),
         ("losses", POINTER(LossConfig)),
+        ("scratch", c_void_p),
     ]
 
 

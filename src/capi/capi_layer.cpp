@@ -34,7 +34,8 @@ sy_layer_options default_options() {
           .weights = SY_WEIGHTS_EXACT,
           .leave_out_shared = 0,
           .router = nullptr,
-          .losses = nullptr};
+          .losses = nullptr,
+          .scratch = nullptr};
 }
 
 LayerOptions to_options(const sy_layer_options& options) {
@@ -58,6 +59,11 @@ LayerOptions to_options(const sy_layer_options& options) {
   }
   if (options.capacity_factor != 0) result.capacity_factor = options.capacity_factor;
   if (options.losses != nullptr) result.losses = capi::to_losses(*options.losses);
+  if (options.scratch != nullptr) {
+    require(result.backend == Backend::kCuda,
+            "scratch is given to a layer on a CPU, which has none");
+    result.scratch = options.scratch->memory;
+  }
   return result;
 }
 
@@ -149,6 +155,20 @@ capi::StaysBehind stays_behind(const LayerOptions& options, const Communicator* 
   return capi::StaysBehind::kNothing;
 }
 
+/// The lock of all layers that share a scratch: that of the first, of a communicator or the
+/// scratch's.
+/// @param of_ranks  Of the communicator of one more; may be null.
+std::shared_ptr<capi::CallLock> shared_lock(sy_scratch_t& scratch,
+                                            const std::shared_ptr<capi::CallLock>& of_ranks) {
+  const auto call = scratch.calls.begin();
+  if (scratch.of_layers == nullptr) {
+    scratch.of_layers = of_ranks != nullptr ? of_ranks : scratch.calls.lock();
+  }
+  require(of_ranks == nullptr || scratch.of_layers == of_ranks,
+          "the scratch is shared by layers of another communicator, or of none");
+  return scratch.of_layers;
+}
+
 /// @param can_reload  The sources of the experts can be read as long as the layer lives.
 void create(const LayerModel& model, bool can_reload, const sy_layer_options* options,
             sy_communicator communicator, sy_layer* layer) {
@@ -159,11 +179,15 @@ void create(const LayerModel& model, bool can_reload, const sy_layer_options* op
   const int device = layer_options.backend == Backend::kCuda ? given.device_id : DeviceScope::kNone;
   require(device >= -1, "device_id={} is no device", device);
   const DeviceScope scope(device);
-  std::shared_ptr<capi::CallLock> lock;  // Layers of one communicator take turns.
+  // Layers of one communicator take turns, and those that share a scratch.
+  std::shared_ptr<capi::CallLock> lock;
+  if (ranks != nullptr) lock = communicator->calls.lock();
+  if (given.scratch != nullptr) lock = shared_lock(*given.scratch, lock);
   std::unique_lock<capi::CallLock> call;
   if (ranks != nullptr) {
-    lock = communicator->calls.lock();
     call = communicator->calls.begin();
+  } else if (lock != nullptr) {
+    call = std::unique_lock(*lock);
   }
   *layer = new sy_layer_t{MoeLayer(model, layer_options, ranks), layer_options.backend, device,
                           can_reload,
@@ -210,6 +234,22 @@ ForwardArgs capi::forward_args(const sy_layer_t& layer, const sy_tensor* tokens,
 
 void sy_layer_options_init(sy_layer_options* options, size_t struct_size) {
   capi::give(options, default_options(), struct_size);
+}
+
+sy_status sy_scratch_create(int32_t device_id, sy_scratch* scratch) {
+  return capi::guarded([&] {
+    require(scratch != nullptr, "scratch is NULL");
+    require(device_id >= -1, "device_id={} is no device", device_id);
+    const DeviceScope scope(device_id);
+    *scratch = new sy_scratch_t{make_layer_scratch(), device_id,
+                                capi::Calls("the scratch", capi::StaysBehind::kGpu), nullptr};
+  });
+}
+
+void sy_scratch_free(sy_scratch scratch) {
+  if (scratch == nullptr || !scratch->calls.may_free()) return;
+  const DeviceScope scope(scratch->device);
+  delete scratch;
 }
 
 sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,

@@ -10,6 +10,13 @@ struct sy_layer_t {
   switchyard::capi::Calls calls;
 };
 
+struct sy_scratch_t {
+  std::shared_ptr<switchyard::LayerScratch> memory;
+  int device;
+  switchyard::capi::Calls calls;
+  std::shared_ptr<switchyard::capi::CallLock> of_layers;  // of those that share it; null: none yet
+};
+
 namespace switchyard::capi {
 
 /// @throws Error{kInvalidArgument}: a struct of another header, a number that is no enumerator.

@@ -141,6 +141,24 @@ static void check_structs(const sy_layer_arrays* arrays, const sy_layer_options*
   EXPECT(older.behind[0] == 7 && older.behind[7] == 7);
 }
 
+/* Memory that layers on a GPU share; where there is a GPU one on a CPU is refused with it. */
+static void check_scratch(const sy_layer_arrays* arrays, const sy_layer_options* like) {
+  sy_layer_options options = *like;
+  sy_layer layer = NULL;
+  sy_status status;
+  EXPECT(options.scratch == NULL);
+  EXPECT(sy_scratch_create(-1, NULL) == SY_INVALID_ARGUMENT);
+  EXPECT(sy_scratch_create(-2, &options.scratch) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "device_id=-2 is no device") != NULL);
+  sy_scratch_free(NULL);
+  status = sy_scratch_create(-1, &options.scratch);
+  EXPECT(status == SY_OK || status == SY_UNSUPPORTED || status == SY_DEVICE);
+  if (status != SY_OK) return;
+  EXPECT(sy_layer_from_arrays(arrays, &options, NULL, &layer) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "scratch is given to a layer on a CPU") != NULL);
+  sy_scratch_free(options.scratch);
+}
+
 int main(void) {
   static float x[T * H], gate[E * H], w13[E * 2 * I * H], w2[E * H * I], out[T * H];
   const int64_t shape_x[] = {T, H}, shape_gate[] = {E, H}, shape_w13[] = {E, 2 * I, H};
@@ -183,6 +201,7 @@ int main(void) {
   check_gates(&arrays, &options, &tx);
   check_shared_experts(&arrays, &options, &tx, out);
   check_structs(&arrays, &options);
+  check_scratch(&arrays, &options);
   if (failures == 0) printf("layers from arrays hold\n");
   return failures == 0 ? 0 : 1;
 }

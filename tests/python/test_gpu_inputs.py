@@ -103,16 +103,50 @@ class OnAGpu(unittest.TestCase):
 
     @torch.no_grad() if torch is not None else lambda f: f
     def test_calls_on_other_streams_follow_each_other_from_several_threads_too(self):
+        self.check_threads([self.layer] * 4)
+
+    @torch.no_grad() if torch is not None else lambda f: f
+    def test_layers_that_share_a_scratch_have_their_bits_and_follow_each_other(self):
+        scratch = sw.Scratch("cuda")
+        shared = [sw.Layer(self.gate, self.w13 * (i + 1), self.w2, K, device="cuda", scratch=scratch)
+                  for i in range(4)]
+        small = self.x[:5].contiguous()  # grows behind it
+        for layer in shared:
+            self.assertTrue(torch.equal(layer(small), layer(self.x)[:5]))
+        self.assertTrue(torch.equal(shared[0](self.x), self.layer(self.x)))
+        self.check_threads(shared)
+        del scratch  # layers keep its memory
+        self.assertTrue(torch.equal(shared[0](self.x), self.layer(self.x)))
+
+    @torch.no_grad() if torch is not None else lambda f: f
+    def test_a_scratch_is_had_once_and_is_of_a_gpu(self):
+        tokens = 65536
+
+        def taken(**options):
+            before = torch.cuda.mem_get_info()[0]
+            layers = [sw.Layer(self.gate, self.w13, self.w2, K, device="cuda", max_tokens=tokens, **options)
+                      for _ in range(4)]
+            self.assertEqual(len(layers), 4)
+            return before - torch.cuda.mem_get_info()[0]
+
+        apart, shared = taken(), taken(scratch=sw.Scratch())
+        rows = 2 * tokens * K * (I + H)  # bytes of a layer's rows between and behind its products
+        self.assertGreater(apart - shared, 2 * rows)
+        for device, words in (("cpu", "scratch is given to a layer on a CPU"), ("cuda:7", "GPU|device")):
+            with self.assertRaisesRegex(sw.SwitchyardError, words):
+                sw.Layer(self.gate, self.w13, self.w2, K, device=device, scratch=sw.Scratch("cuda:0"))
+
+    def check_threads(self, layers):
         x = torch.randn(4096, H, device="cuda").bfloat16()
         inputs = [x * (i + 1) for i in range(4)]
-        want = [self.layer(i) for i in inputs]
+        want = [layer(i) for layer, i in zip(layers, inputs)]
         torch.cuda.synchronize()
 
         def body(number):
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream), torch.no_grad():
                 for _ in range(50):
-                    results[number].append(self.layer(inputs[number]))
+                    results[number].append(layers[number](inputs[number]))
                 stream.synchronize()
 
         results = [[] for _ in inputs]

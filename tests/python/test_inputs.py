@@ -43,6 +43,14 @@ class Numpy(Case):
                             self.gate, self.w13, self.w2, K, experts_in_place=True)
         self.assertEqual(error.code, "unsupported")
 
+    def test_a_scratch_is_one_and_of_a_gpu(self):
+        for device in "cpu", None:
+            self.refuse(f"device={device!r} of a scratch: want a GPU", sw.Scratch, device)
+        self.refuse("device='gpu' is neither cpu nor cuda", sw.Scratch, "gpu")
+        self.refuse("scratch=7 is no switchyard.Scratch", sw.Layer, self.gate, self.w13, self.w2, K, scratch=7)
+        self.refuse("scratch='cuda' is no switchyard.Scratch", sw.Layer, self.gate, self.w13, self.w2, K,
+                    scratch="cuda")
+
     def test_tokens_of_two_or_three_dimensions_give_results_of_their_shape(self):
         x, expert, weight = (a.reshape(2, 3, -1) for a in (self.x, self.expert, self.weight))
         for y in (self.layer(x), self.layer(x, expert, weight), self.experts(x, expert, weight),
