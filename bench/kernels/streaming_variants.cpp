@@ -58,7 +58,7 @@ std::vector<StreamingVariant> streaming_variants() {
       {"lead3", with_lead([](const StreamingKernelShape&) { return 3; })},
       {"lead2x", with_lead([](const StreamingKernelShape& k) { return 2 * k.num_stages; })},
       {"lead0", with_lead([](const StreamingKernelShape&) { return 1 << 20; })},
-      {"late-plan",
+      {"plan new",
        [](StreamingParams& params, StreamingShape& shape) {
          params.plan_is_older = false;
          shape = choose_streaming(params, streaming_chip());

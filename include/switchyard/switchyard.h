@@ -644,18 +644,18 @@ typedef struct sy_loss_config {
 
 SY_API void sy_loss_config_init(sy_loss_config* config, size_t struct_size);
 
-/* switchyard::LayerOptions. Initialise with sy_layer_options_init(). */
 /* Memory of GPU `device_id` (-1: the thread's current one) in which a call of a layer leaves
  * nothing: rows on their way through experts, there and back. Layers that are given one share it,
  * whatever their shapes, so that a model's layers take the largest's once. Their calls take turns,
  * as those of one handle, and run on one stream or on streams that wait for each other. It grows
  * with the calls, which moves it: before graphs are captured give max_tokens, or make the largest
- * call of every layer. SY_UNSUPPORTED: a build without CUDA. Layers keep the memory of one that is
- * freed. */
+ * call of every layer. SY_UNSUPPORTED: a build without CUDA; SY_DEVICE: no such GPU. Layers keep
+ * the memory of one that is freed. */
 typedef struct sy_scratch_t* sy_scratch;
 SY_API sy_status sy_scratch_create(int32_t device_id, sy_scratch* scratch);
 SY_API void sy_scratch_free(sy_scratch scratch);
 
+/* switchyard::LayerOptions. Initialise with sy_layer_options_init(). */
 typedef struct sy_layer_options {
   size_t struct_size;
   int32_t device_type; /* SY_DEVICE_CPU or SY_DEVICE_CUDA */
@@ -680,8 +680,8 @@ typedef struct sy_layer_options {
   /* Auxiliary losses: a forward that saves has their values, sy_saved_losses(), and
    * sy_layer_backward adds their gradient at the logits. NULL: none. */
   const sy_loss_config* losses;
-  /* SY_DEVICE_CUDA: memory that other layers use too, of the same communicator where there is one.
-   * NULL: the layer has its own. */
+  /* SY_DEVICE_CUDA: memory that other layers use too. NULL: the layer has its own.
+   * SY_INVALID_ARGUMENT: it is of another GPU, or shared by layers of another communicator. */
   sy_scratch scratch;
 } sy_layer_options;
 

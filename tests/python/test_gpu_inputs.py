@@ -125,8 +125,9 @@ class OnAGpu(unittest.TestCase):
             before = torch.cuda.mem_get_info()[0]
             layers = [sw.Layer(self.gate, self.w13, self.w2, K, device="cuda", max_tokens=tokens, **options)
                       for _ in range(4)]
-            self.assertEqual(len(layers), 4)
-            return before - torch.cuda.mem_get_info()[0]
+            after = torch.cuda.mem_get_info()[0]
+            del layers
+            return before - after
 
         apart, shared = taken(), taken(scratch=sw.Scratch())
         rows = 2 * tokens * K * (I + H)  # bytes of a layer's rows between and behind its products
