@@ -257,6 +257,36 @@ TEST(Streaming, ManyRowsOfAnExpertAreLeftToTheGroupedGemm) {
   EXPECT_FALSE(worth(DType::kBF16, 129, hopper));
 }
 
+TEST(Streaming, TilesAndWithThemBitsDoNotDependOnThePlansAge) {
+  const StreamingChip hopper{.num_sms = 132,
+                             .shared_bytes_per_sm = 228 * 1024,
+                             .shared_bytes_per_block = 227 * 1024,
+                             .hopper = true};
+  StreamingProblem p;
+  for (const WeightFormat format :
+       {WeightFormat::kExact, WeightFormat::kMxfp4, WeightFormat::kE4M3}) {
+    for (const int experts : {8, 32, 128}) {
+      for (const std::int64_t hidden : {512, 2048, 2880, 7168}) {
+        for (const std::int64_t tokens : {1, 2, 4, 8}) {
+          p.format = format;
+          p.num_experts = experts;
+          p.hidden = p.inner = hidden;
+          p.num_tokens = tokens;
+          p.max_rows = p.max_assignments = 4 * tokens;
+          p.plan_is_older = false;
+          const StreamingShape behind = choose_streaming(p, hopper);
+          p.plan_is_older = true;
+          const StreamingShape before = choose_streaming(p, hopper);
+          EXPECT_EQ(behind.up.tiles, before.up.tiles)
+              << to_string(format) << " E " << experts << " H " << hidden << " T " << tokens;
+          EXPECT_EQ(behind.down.tiles, before.down.tiles)
+              << to_string(format) << " E " << experts << " H " << hidden << " T " << tokens;
+        }
+      }
+    }
+  }
+}
+
 TEST(Streaming, WhatCannotRunIsRefusedBeforeAnyLaunch) {
   const Fixture fixture({.name = "refuse", .experts = spread(2, 1, 8, 19)});
   const auto code = [](const StreamingParams& d) {

@@ -108,11 +108,9 @@ double overhead(const StreamingKernelShape& shape, const StreamingProblem& p, do
   return (1.0 + share * rows_per_hit / weight_rows + compute) * (1.0 + 64.0 / run);
 }
 
-// Items of 64 columns a block, from which a block takes a whole SM where weights are codes: fewer
-// where the plan is new, and no weights can come before it. (Measured of MXFP4 only.)
-double least_items_of_codes(const StreamingProblem& p) {
-  return p.format == WeightFormat::kMxfp4 && !p.plan_is_older ? 0.5 : 4.5;
-}
+// Items of 64 columns a block, from which a block takes a whole SM where weights are codes, as
+// measured. (Not by the plan's age: a row's bits depend on the tiles.)
+constexpr double kLeastItemsOfCodes = 0.5;
 
 StreamingKernelShape choose_up(const StreamingProblem& p, const StreamingChip& chip,
                                const Load& load, int tokens, int pair_ring, int solo_ring,
@@ -126,7 +124,7 @@ StreamingKernelShape choose_up(const StreamingProblem& p, const StreamingChip& c
     // Codes take so many instructions that the registers of a whole SM pay, where a block has some
     // of eight tiles' 64 columns.
     if (p.format != WeightFormat::kExact && p.up_tiles == 0 && tiles < 4 &&
-        load.hits * static_cast<double>(p.inner) > least_items_of_codes(p) * 64 * chip.num_sms) {
+        load.hits * static_cast<double>(p.inner) > kLeastItemsOfCodes * 64 * chip.num_sms) {
       continue;
     }
     StreamingKernelShape shape;
