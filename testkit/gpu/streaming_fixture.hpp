@@ -22,6 +22,12 @@
 
 namespace switchyard {
 
+/// An H200, whether there is one or not.
+inline constexpr StreamingChip kHopperChip{.num_sms = 132,
+                                           .shared_bytes_per_sm = 228 * 1024,
+                                           .shared_bytes_per_block = 227 * 1024,
+                                           .hopper = true};
+
 struct Problem {
   std::string name;
   std::vector<std::vector<int>> experts;  // of each token; ids may repeat

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "testkit/gpu/captured_graph.hpp"
@@ -258,11 +259,12 @@ TEST(Streaming, ManyRowsOfAnExpertAreLeftToTheGroupedGemm) {
 }
 
 TEST(Streaming, TilesAndWithThemBitsDoNotDependOnThePlansAge) {
-  const StreamingChip hopper{.num_sms = 132,
-                             .shared_bytes_per_sm = 228 * 1024,
-                             .shared_bytes_per_block = 227 * 1024,
-                             .hopper = true};
   StreamingProblem p;
+  const auto tiles = [&p](bool plan_is_older) {
+    p.plan_is_older = plan_is_older;
+    const StreamingShape shape = choose_streaming(p, kHopperChip);
+    return std::pair(shape.up.tiles, shape.down.tiles);
+  };
   for (const WeightFormat format :
        {WeightFormat::kExact, WeightFormat::kMxfp4, WeightFormat::kE4M3}) {
     for (const int experts : {8, 32, 128}) {
@@ -273,13 +275,7 @@ TEST(Streaming, TilesAndWithThemBitsDoNotDependOnThePlansAge) {
           p.hidden = p.inner = hidden;
           p.num_tokens = tokens;
           p.max_rows = p.max_assignments = 4 * tokens;
-          p.plan_is_older = false;
-          const StreamingShape behind = choose_streaming(p, hopper);
-          p.plan_is_older = true;
-          const StreamingShape before = choose_streaming(p, hopper);
-          EXPECT_EQ(behind.up.tiles, before.up.tiles)
-              << to_string(format) << " E " << experts << " H " << hidden << " T " << tokens;
-          EXPECT_EQ(behind.down.tiles, before.down.tiles)
+          EXPECT_EQ(tiles(false), tiles(true))
               << to_string(format) << " E " << experts << " H " << hidden << " T " << tokens;
         }
       }

@@ -15,10 +15,6 @@ namespace switchyard {
 namespace {
 
 TEST(StreamingWhole, TakesUpTo64AssignmentsOnHopper) {
-  const StreamingChip hopper{.num_sms = 132,
-                             .shared_bytes_per_sm = 228 * 1024,
-                             .shared_bytes_per_block = 227 * 1024,
-                             .hopper = true};
   StreamingSync sync{};
   StreamingParams p;
   p.sync = &sync;
@@ -29,7 +25,7 @@ TEST(StreamingWhole, TakesUpTo64AssignmentsOnHopper) {
   const auto whole = [&](std::int64_t tokens) {
     p.num_tokens = tokens;
     p.max_rows = p.max_assignments = 8 * tokens;
-    return choose_streaming(p, hopper).whole;
+    return choose_streaming(p, kHopperChip).whole;
   };
   EXPECT_TRUE(whole(1));
   EXPECT_TRUE(whole(8));
@@ -38,7 +34,7 @@ TEST(StreamingWhole, TakesUpTo64AssignmentsOnHopper) {
   p.dtype = DType::kBF16;
   EXPECT_TRUE(whole(1));
   EXPECT_FALSE(whole(8));
-  StreamingChip other = hopper;
+  StreamingChip other = kHopperChip;
   other.hopper = false;
   p.max_rows = p.max_assignments = 8;
   EXPECT_FALSE(choose_streaming(p, other).whole);
